@@ -35,6 +35,7 @@ class PrefillSequence:
     cancelled: bool = False  # cancelled while a step that writes its blocks is running
     alone: bool = False  # its step raised: its next ones have no other prompt
     prefix_by: float = 0.0  # it waits until then for blocks of another worker; 0: for none
+    prefix_of: Key | None = None  # another dispatch, under which these blocks come; None: its own
 
     @property
     def request_id(self) -> str:

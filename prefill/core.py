@@ -34,17 +34,15 @@ from ..transport.messages.messages import (
     Drain,
     Meet,
     Message,
-    Offer,
     PeerId,
     Prefill,
-    Refuse,
     SendPrefix,
     TokenLogprobs,
     from_u32,
 )
 from .chunks import PrefillSequence, PrefillStep
 from .handoff_feed import HandoffFeed
-from .prefix_waits import PrefixWaits
+from .prefix_waits import PrefixWaits, refusal_of
 from .reports import FirstTokens, Heartbeat
 from .scheduler import PrefillScheduler
 
@@ -99,9 +97,8 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
                 self._fail(action.key, action.kind, action.message)
             self._actions.append(action)
         for received in self.receiver.take():
-            if isinstance(received, PrefixOver) and (sequence := self.scheduler.waiting.get(received.key)):
-                sequence.prefix_by = 0.0
-                self._prefix_waits.came()
+            if isinstance(received, PrefixOver):
+                self._prefix_waits.over(received.key, self.scheduler.waiting)
             self._actions.append(received)
 
     def take_reports(self) -> list[Message]:
@@ -128,15 +125,11 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
             self.drain(now, message.timeout_s)
 
     def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
-        """Any message of a worker that sends cached blocks. A prompt that has begun takes none."""
-        if isinstance(message, Offer) and message.is_prefix:
-            key = (message.coordinator, message.dispatch)
-            if key in self._past and key not in self.scheduler.waiting:
-                why = "the prompt has begun"
-                refusal = Refuse(coordinator=key[0], dispatch=key[1], reason=why, final=False)
-                self._actions.append(ToPeer(peer, refusal))
-                return
-        self.receiver.receive(peer, message, now)
+        """Any message of a worker that sends cached blocks."""
+        if refusal := refusal_of(message, self.scheduler.waiting, self._past, self.receiver):
+            self._actions.append(ToPeer(peer, refusal))
+        else:
+            self.receiver.receive(peer, message, now)
 
     def drain(self, now: float, timeout_s: float | None = None) -> None:
         """Give back prompts that have not begun, too, and finish the rest."""

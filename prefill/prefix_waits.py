@@ -6,6 +6,13 @@ prompt waits for a while; then one tries again."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+
+from ..transport.handoff.protocol import Key
+from ..transport.handoff.receiver import HandoffReceiver
+from ..transport.messages.messages import HASH_BYTES, Message, Offer, Refuse
+from .chunks import PrefillSequence
+
 UNSEEN_S = 1.0  # before the speed is known
 MAX_S = 10.0  # they may have to be computed after it
 MAX_LATE, PAUSE_S = 3, 30.0
@@ -24,11 +31,28 @@ class PrefixWaits:
             return 0.0
         return min(MAX_S, num_tokens / tokens_per_s) if tokens_per_s else UNSEEN_S
 
-    def came(self) -> None:
-        """Note that one came in time."""
-        self._num_in_a_row = 0
+    def over(self, key: Key, waiting: dict[Key, PrefillSequence]) -> None:
+        """Note that the blocks of this dispatch are here, or do not come: no prompt waits for them."""
+        for sequence in waiting.values():
+            if (sequence.prefix_of or sequence.key) == key:
+                sequence.prefix_by, self._num_in_a_row = 0.0, 0
 
     def late(self, now: float) -> None:
         """Note that one did not."""
         self.num_late += 1
         self._num_in_a_row, self._late_at = self._num_in_a_row + 1, now
+
+
+def refusal_of(
+    offer: Message, waiting: dict[Key, PrefillSequence], past: Container[Key], receiver: HandoffReceiver
+) -> Refuse | None:
+    """Return the answer to a prefix for a prompt that has begun, or waits for the same blocks of another."""
+    if not (isinstance(offer, Offer) and offer.is_prefix):
+        return None
+    key, why = (offer.coordinator, offer.dispatch), ""
+    coming, last = {**receiver.granting.waiting, **receiver.leases.granted}, offer.block_hashes[-HASH_BYTES:]
+    if (sequence := waiting.get(key)) is None:
+        why = "the prompt has begun" if key in past else ""
+    elif key not in coming and (others := [k for k, i in coming.items() if last in i.hashes]):
+        sequence.prefix_of, why = others[0], "the blocks come for another prompt"
+    return Refuse(coordinator=key[0], dispatch=key[1], reason=why, final=False) if why else None

@@ -118,7 +118,8 @@ class HandoffSender:
             self._times,
             self._actions,
             now,
-            is_prefix=is_prefix,
+            False,
+            is_prefix,
         )
         self.outgoing[out.key] = out
         if contact.met is None:
