@@ -3,13 +3,14 @@ its answer resumed from here. Pure; times in seconds.
 
     runs --its end--> kept, for KEPT_S
       |    \\--Resume--> runs, as a dispatch of the coordinator that asks
-      |--its coordinator is gone--> runs on, for KEPT_S at most
+      |--its coordinator is gone--> runs on, for KEPT_S at most, unless that comes back
        \\--cancelled--> forgotten
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from math import inf
 from typing import NamedTuple
 
 from ..transport.handoff.protocol import Key
@@ -37,15 +38,19 @@ class Answers:
         self._complete: OrderedDict[bytes, CompleteAnswer] = OrderedDict()
         self._num_tokens = 0  # of complete answers
         self._reported: set[bytes] = set()
-        self._alone: set[Key] = set()  # since the last tick
+        self._alone: dict[Key, float] = {}  # without a coordinator, until then; inf: since the last tick
 
     def outlives_coordinator(self, key: Key) -> bool:
         """Whether the sequence goes on without its coordinator; for ``kept_s`` from the next tick on."""
         sequence = self._scheduler.get(key)
         if sequence is None or not sequence.answer_id:
             return False
-        self._alone.add(key)
+        self._alone.setdefault(key, inf)
         return True
+
+    def has_coordinator(self, key: Key) -> None:
+        """Note that the sequence's coordinator is there, perhaps again."""
+        self._alone.pop(key, None)
 
     def running(self, answer_id: bytes) -> DecodeSequence | None:
         """Return the sequence that generates this answer."""
@@ -67,14 +72,14 @@ class Answers:
         while len(self._complete) > MAX_KEPT or self._num_tokens > MAX_KEPT_TOKENS:
             self._forget(next(iter(self._complete)))
 
-    def tick(self, now: float) -> None:
-        """Forget complete answers that are old, and set the deadline of sequences without coordinator."""
-        for key in self._alone:
-            if (sequence := self._scheduler.get(key)) is not None:
-                sequence.deadline = min(sequence.deadline, now + self._kept_s)
-        self._alone.clear()
+    def tick(self, now: float) -> list[Key]:
+        """Forget complete answers that are old. Return the sequences that lack a coordinator for too long."""
+        here, until = self._scheduler.get, now + self._kept_s
+        self._alone = {key: min(end, until) for key, end in self._alone.items() if here(key)}
+        over = [key for key, end in self._alone.items() if now >= end]
         while self._complete and now >= next(iter(self._complete.values())).until:
             self._forget(next(iter(self._complete)))
+        return over
 
     def changes(self, everything: bool) -> tuple[bytes, bytes]:
         """Return the answers that can be resumed since the last call, and those that no longer can, as

@@ -141,7 +141,8 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines and leases."""
         self.receiver.tick(now)
-        self.answers.tick(now)
+        for key in self.answers.tick(now):
+            self._drop(key)
         self.moving.tick(now)
         if now >= self._leave_by:
             for key in self.held:
@@ -155,9 +156,10 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
     def drop_others(self, *coordinators: int) -> None:
         """Only these coordinators' work is kept, and for a while what a client may have resumed."""
         for key in self.held:
-            if key[0] not in coordinators and not self.answers.outlives_coordinator(key):
+            if key[0] in coordinators:
+                self.answers.has_coordinator(key)
+            elif not self.answers.outlives_coordinator(key):
                 self._drop(key)
-        self._next_deadline = float("-inf")  # some may be nearer now
 
     def rename(self, meet: Meet) -> None:
         """A new incarnation, after ``drop_others``: what a client may have resumed, the prefix cache and the

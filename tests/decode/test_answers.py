@@ -117,6 +117,17 @@ def test_without_anybody_who_asks_it_ends_and_frees_its_blocks() -> None:
     assert (failed.kind, failed.message) == ("preempted", "the answer is not kept any more")
 
 
+def test_a_coordinator_that_comes_back_has_its_own_deadline_again() -> None:
+    """Its client was told that a deadline had passed which was far away."""
+    core = make()
+    join(core, 1, A)
+    core.drop_others(NEW)
+    core.tick(1.0)
+    core.drop_others(NEW, OLD)
+    core.tick(499.0)
+    assert (core.scheduler.held, taken(core, 499.0)) == ([(OLD, 1)], [])
+
+
 def test_a_complete_answer_is_kept_for_a_while() -> None:
     core = make()
     join(core, 1, A, max_tokens=2)

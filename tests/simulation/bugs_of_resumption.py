@@ -18,7 +18,7 @@ Patch = pytest.MonkeyPatch
 
 
 def never_forget_a_complete_answer(patch: Patch) -> None:
-    patch.setattr(Answers, "tick", lambda self, now: None)
+    patch.setattr(Answers, "tick", lambda self, now: [])
 
 
 def resume_whichever_answer_there_is(patch: Patch) -> None:
