@@ -118,7 +118,7 @@ def test_without_anybody_who_asks_it_ends_and_frees_its_blocks() -> None:
 
 
 def test_a_coordinator_that_comes_back_has_its_own_deadline_again() -> None:
-    """Its client was told that a deadline had passed which was far away."""
+    """Its client got an error about a deadline that was far away."""
     core = make()
     join(core, 1, A)
     core.drop_others(NEW)
