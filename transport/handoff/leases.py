@@ -114,8 +114,8 @@ class LeaseTable:
         )
 
     def keep(self, incoming: Incoming) -> None:
-        """End the lease of a prefix, all of which has been verified: its blocks are cached. That of a
-        self-test is free."""
+        """End the lease of a prefix or a self-test that has been verified. The blocks of a prefix are cached
+        now; that of a test is free."""
         self._close(incoming)
         remember(self.joined, incoming.key, incoming.lease)
         self.num_prefix_blocks += incoming.num_travelling if incoming.is_prefix else 0
