@@ -110,6 +110,11 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     computing = [of_role.device for of_role in roles if of_role.runner == "model"]
     coordinator = with_folder(coordinator, weights=bool(computing))
     require_model(coordinator.model, weights=bool(computing))
+    if makes_key and up.run_dir is None and any(of_role.kv_store for of_role in roles):
+        raise ConfigError(
+            "--kv-store: what is stored can be read with the same cluster key only, and this cluster would "
+            "get a new one at each start: give --key-file or --run-dir"
+        )
     gpus = num_gpus(computing) if here else 0
     for device in computing if here else []:
         require_device(device, gpus)

@@ -7,6 +7,7 @@
     ├── StepLogError        a step log cannot be written (step_log.py)
     ├── OutOfMemoryError    the KV cache does not fit; names what would fit, and the option to lower
     ├── DeviceLostError     this process has lost its GPU; another process has to replace it
+    ├── KVStoreError        the folder of the KV store cannot be written to
     └── GrammarError        a grammar that cannot be compiled or followed; the fault of one request
 
 Each message states what was wrong, what is allowed and what to do.
@@ -52,6 +53,10 @@ class WeightsError(EngineError):
 
 class OutOfMemoryError(EngineError):
     """The KV cache does not fit into memory."""
+
+
+class KVStoreError(EngineError):
+    pass
 
 
 class DeviceLostError(EngineError):

@@ -115,6 +115,14 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         description="If num_blocks or kv_cache_gib do not fit, start with what does, if that holds one "
         "sequence of max_model_len.",
     )
+    kv_store: Path | None = Field(
+        default=None,
+        description="Folder for KV blocks that the cache may evict, encrypted: prompts that begin with them "
+        "read them back, on every worker that is given this folder, also after a restart.",
+    )
+    kv_store_gib: float = Field(
+        default=10, gt=0, le=1 << 20, description="Size of the whole folder kv_store in GiB."
+    )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,

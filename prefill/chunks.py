@@ -34,8 +34,9 @@ class PrefillSequence:
     started: float = 0.0
     cancelled: bool = False  # cancelled while a step that writes its blocks is running
     alone: bool = False  # its step raised: its next ones have no other prompt
-    prefix_by: float = 0.0  # it waits until then for blocks of another worker; 0: for none
+    prefix_by: float = 0.0  # it waits until then for cached blocks from elsewhere; 0: for none
     prefix_of: Key | None = None  # another dispatch, under which these blocks come; None: its own
+    from_store: bool = False  # it is the KV store from which they come
 
     @property
     def request_id(self) -> str:

@@ -45,6 +45,7 @@ from .handoff_feed import HandoffFeed
 from .prefix_waits import PrefixWaits, refusal_of
 from .reports import FirstTokens, Heartbeat
 from .scheduler import PrefillScheduler
+from .stored_prefixes import StoredPrefixes
 
 
 class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
@@ -65,9 +66,11 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         slicing: LayerSlicing = WHOLE_BLOCKS,
         is_local: Callable[[str], bool] = lambda _: False,
         tests_movers: bool = False,
+        stored_group: int = 0,
     ) -> None:
         """``is_local``: whether the decode worker of this name is of the same process, over the same
-        blocks. ``tests_movers``: at the first meeting with a decode worker."""
+        blocks. ``tests_movers``: at the first meeting with a decode worker. ``stored_group``: see
+        ``StoredPrefixes``."""
         super().__init__(meet, drain_timeout_s)
         self._leaving = f"prefill worker {meet.worker_id} leaves"
         self.scheduler, self.receiver = scheduler, receiver
@@ -78,7 +81,8 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         )
         self._first_tokens = FirstTokens(eos_token_ids, max_model_len)
         self._prefix_waits = PrefixWaits()
-        self._heartbeat = Heartbeat(scheduler, self.sender, receiver, self._prefix_waits)
+        self.stored = StoredPrefixes(scheduler, stored_group, lambda: self.room()[1])
+        self._heartbeat = Heartbeat(scheduler, self.sender, receiver, self._prefix_waits, self.stored)
         self._given_back = False  # what was left when the drain's time was over
         self._past: OrderedDict[Key, None] = OrderedDict()  # dispatches that have come, or were cancelled
 
@@ -98,7 +102,8 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
             self._actions.append(action)
         for received in self.receiver.take():
             if isinstance(received, PrefixOver):
-                self._prefix_waits.over(received.key, self.scheduler.waiting)
+                for sequence in self._prefix_waits.over(received.key, self.scheduler.waiting):
+                    self.stored.begin(sequence, self._heartbeat.tokens_per_s, now)
             self._actions.append(received)
 
     def take_reports(self) -> list[Message]:
@@ -155,7 +160,8 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         for sequence in self.scheduler.started:
             if sequence.prefix_by:
                 sequence.prefix_by = 0.0
-                self._prefix_waits.late(now)
+                (self.stored.waits if sequence.from_store else self._prefix_waits).late(now)
+            self.stored.end(sequence.key)
             self.receiver.cancel(sequence.key)  # also what it has not waited for
             if self._first_tokens.may_be_followed(sequence):
                 self.feed.begin(sequence, now)
@@ -186,6 +192,7 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         """At least ten times a second: deadlines."""
         self.sender.tick(now)
         self.receiver.tick(now)
+        self.stored.tick(now)
         if now >= self._leave_by and not self._given_back:
             self._given_back = True
             for key in self.held:
@@ -219,6 +226,7 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         yield from self.sender.tests.block_tables()
         yield from self.receiver.leases.block_tables()
         yield from self.prefixes.block_tables()
+        yield from self.stored.block_tables()
 
     def room(self) -> tuple[int, int]:
         """For the receiver: (prefixes that may come, blocks to leave to this process's decode worker)."""
@@ -248,6 +256,8 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
                 num_tokens = message.num_prefix_blocks * self.scheduler.block_size
                 wait_s = self._prefix_waits.seconds(num_tokens, self._heartbeat.tokens_per_s, now)
                 sequence.prefix_by = now + wait_s if wait_s else 0.0
+            if not sequence.prefix_by:
+                self.stored.begin(sequence, self._heartbeat.tokens_per_s, now)
             self._compile_grammar(key, sequence.state)
 
     def _first_token(
@@ -267,6 +277,7 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
 
     def _drop(self, key: Key) -> None:
         self.sender.abandon(key)
+        self.stored.end(key)
         self.receiver.cancel(key)
         self._first_tokens.forget(key)
         self.scheduler.drop(key)

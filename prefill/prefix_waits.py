@@ -31,11 +31,13 @@ class PrefixWaits:
             return 0.0
         return min(MAX_S, num_tokens / tokens_per_s) if tokens_per_s else UNSEEN_S
 
-    def over(self, key: Key, waiting: dict[Key, PrefillSequence]) -> None:
-        """Note that the blocks of this dispatch are here, or do not come: no prompt waits for them."""
-        for sequence in waiting.values():
-            if (sequence.prefix_of or sequence.key) == key:
-                sequence.prefix_by, self._num_in_a_row = 0.0, 0
+    def over(self, key: Key, waiting: dict[Key, PrefillSequence]) -> list[PrefillSequence]:
+        """Note that the blocks of this dispatch are here, or do not come: no prompt waits for them. Return
+        those that did."""
+        waited = [s for s in waiting.values() if (s.prefix_of or s.key) == key]
+        for sequence in waited:
+            sequence.prefix_by, self._num_in_a_row = 0.0, 0
+        return waited
 
     def late(self, now: float) -> None:
         """Note that one did not."""

@@ -16,6 +16,7 @@ from ..transport.process.reports import CacheReporter
 from .chunks import PrefillSequence, PrefillStep
 from .prefix_waits import PrefixWaits
 from .scheduler import PrefillScheduler
+from .stored_prefixes import StoredPrefixes
 
 
 class Heartbeat:
@@ -27,8 +28,10 @@ class Heartbeat:
         sender: HandoffSender,
         receiver: HandoffReceiver,
         waits: PrefixWaits,
+        stored: StoredPrefixes,
     ) -> None:
-        self._scheduler, self._sender, self._receiver, self._waits = scheduler, sender, receiver, waits
+        self._scheduler, self._sender, self._receiver = scheduler, sender, receiver
+        self._waits, self._stored = waits, stored
         self.cache = CacheReporter(scheduler.blocks)
         self._num_steps = 0
         self._num_step_sequences = 0
@@ -91,6 +94,8 @@ class Heartbeat:
                 "cached_tokens": s.num_cached_tokens,
                 "pulled_tokens": self._receiver.leases.num_prefix_blocks * s.block_size,
                 "late_pulls": self._waits.num_late,
+                "loaded_tokens": self._stored.num_tokens,
+                "late_loads": self._stored.waits.num_late,
                 "corrupt_blocks": self._receiver.num_corrupt_blocks,
                 "mover_fallbacks": self._sender.num_fallbacks,
                 "full_step_tokens": self._num_full_step_tokens,

@@ -86,6 +86,7 @@ PURE = [
     ),
     "splitserve.worker.roles",
     "splitserve.engine.cache.block_manager",
+    "splitserve.engine.cache.offload",
     "splitserve.engine.role_core",
     "splitserve.transport.handoff.held_back",
     "splitserve.transport.handoff.reachability",

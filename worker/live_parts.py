@@ -27,6 +27,7 @@ from ..transport.process.otel import Tracing
 from ..transport.process.wakeup import Wakeup
 from ..transport.process.worker_trace import WorkerTrace
 from .gpu_telemetry import telemetry_of
+from .kv_store import KVStore
 from .parts import ModelFacts, RoleParts, WorkerParts
 from .settings import DecodeSettings, FlexibleSettings, PrefillSettings
 from .steps import RunningStep, Steps
@@ -51,6 +52,11 @@ def live_parts(
     )
     poller.register(wakeup.fd, zmq.POLLIN)
     names = NameWatch(settings.coordinator_names)
+    store: KVStore | None = None
+    if settings.kv_store is not None:
+        secret = key.secret if key is not None else b""
+        max_bytes = int(settings.kv_store_gib * (1 << 30))
+        store = KVStore(settings.kv_store, max_bytes, secret, model.identity, model.pool, wakeup.set)
 
     def wait(patience_s: float) -> set[object]:
         ready: set[object] = {socket for socket, _ in poller.poll(int(patience_s * 1000))}
@@ -61,6 +67,8 @@ def live_parts(
     def close() -> None:
         steps.stop()
         names.stop()
+        if store is not None:
+            store.close()
         if telemetry is not None:
             telemetry.stop()
         wakeup.close()
@@ -87,6 +95,7 @@ def live_parts(
         wakeup.set,
         close,
         telemetry,
+        store,
         names.addresses,
     )
 

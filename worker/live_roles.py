@@ -24,6 +24,14 @@ class PrefillRole(PlayedRole):
         if reports := self.core.take_reports():
             self._reports.send(*reports)
 
+    def receive(self, ready: set[object], now: float) -> None:
+        """Also what has been read from the KV store; and have the next read."""
+        super().receive(ready, now)
+        if (store := self._process.store) is not None:
+            store.report(self.core.stored)
+            for key, hashes in self.core.stored.take_orders():
+                store.read(key, hashes)
+
     def _make_core(self) -> None:
         process, settings, host = self._process, self._settings, self._host
         model, identity = process.model, process.model.identity
@@ -49,6 +57,7 @@ class PrefillRole(PlayedRole):
             slicing=LayerSlicing(model.num_layers, identity.block_bytes, process.slicing),
             is_local=host.hands_to_itself if host else lambda _: False,
             tests_movers=True,
+            stored_group=process.store.group if process.store is not None else 0,
         )
 
 

@@ -6,6 +6,7 @@ receive         messages, KV blocks that arrived, compiled grammars, deadlines g
 launch          the core's next step goes to the step thread
 carry out       what the core wants done: messages, puts, leases, checks of blocks
 report          heartbeat and cache events
+save            cached blocks go to the KV store
 
 To the coordinator each role is a worker of its own, with a name of its own where the process may play both.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import logging
 
+from ..engine.cache.offload import Offload
 from ..transport.handoff.sending_end import RetiringEnd
 from ..transport.messages.messages import Role
 from .live_roles import DecodeRole, PrefillRole
@@ -39,6 +41,7 @@ class Worker:
         self._leaving = False  # the process ends with its last role, and begins none
         self.turned_at = 0.0  # seconds of the clock
         self._host: RoleHost | None = None
+        self._offload = Offload(parts.blocks)
         if isinstance(settings, FlexibleSettings):
             self._host = RoleHost(
                 settings.worker_id,
@@ -136,6 +139,7 @@ class Worker:
                 role.carry_out(now)
             if role.has_ended(now):
                 self.end(role.role)
+        self._save_blocks()
         self._end_together(now)
         self._answer_late_peers(now)
 
@@ -174,6 +178,15 @@ class Worker:
             self._leaving = True
             for role in roles:
                 role.departure.begin(now)
+
+    def _save_blocks(self) -> None:
+        """Write some cached blocks to the KV store, before they are evicted."""
+        store = self._parts.store
+        if store is not None and store.takes_writes:
+            idle = not any(role.core.held for role in self.roles.values())
+            hashes, blocks = self._offload.take(store.group, idle)
+            if hashes:
+                store.write(hashes, blocks)
 
     def _answer_late_peers(self, now: float) -> None:
         """A role that has ended informs the workers that may hold blocks for it until they have answered."""

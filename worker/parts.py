@@ -13,7 +13,7 @@ from ..engine.step.constraint import CompileGrammar
 from ..engine.step.grammar import CompilingCore
 from ..transport.environment import Clock, Environment
 from ..transport.handoff.layer_slicing import SlicingMode
-from ..transport.handoff.protocol import HandoffTimes
+from ..transport.handoff.protocol import HandoffTimes, Key
 from ..transport.handoff.reachability import ReachTimes
 from ..transport.handoff.receiving_end import CHECK_BYTES
 from ..transport.messages.messages import ModelIdentity, Role
@@ -29,6 +29,25 @@ class Grammars(Protocol):
 
     def submit(self, order: CompileGrammar) -> None: ...
     def report(self, core: CompilingCore) -> None: ...
+
+
+class ReadingCore(Protocol):
+    """``prefill.StoredPrefixes``, as far as it is given what has been read."""
+
+    def arrived(self, key: Key, count: int) -> list[int]: ...
+    def filled(self, key: Key, count: int) -> None: ...
+
+
+class BlockStore(Telemetry, Protocol):
+    """Reads and writes KV blocks outside the cache while the loop goes on, up to ``group`` at a time."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def takes_writes(self) -> bool: ...
+    def write(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None: ...
+    def read(self, key: Key, hashes: Sequence[bytes]) -> None: ...
+    def report(self, core: ReadingCore) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +105,7 @@ class WorkerParts:
     wake: Callable[[], None]
     close: Callable[[], None]  # releases all but the model
     telemetry: Telemetry | None = None  # of the device
+    store: BlockStore | None = None
     discover: Callable[[], Sequence[str]] = tuple  # returns coordinators that are found by name
     times: WorkerTimes = field(default_factory=WorkerTimes)
     slicing: SlicingMode = "auto"

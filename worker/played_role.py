@@ -118,7 +118,8 @@ class PlayedRole(ABC):
         self._readings = WorkerReadings(
             lambda: self.steps.busy_seconds, process.model.start_phases, self._clock.now
         )
-        telemetry = [source for source in (process.telemetry, self._readings) if source is not None]
+        sources = (process.telemetry, self._readings, process.store)
+        telemetry = [source for source in sources if source is not None]
         transfers = self.sending.transfers if self.role == "prefill" else None
         self._reports = WorkerReports(self.links, self.core, telemetry, parts.trace, self._clock, transfers)
 

@@ -95,9 +95,13 @@ class BlockManager:
         """How many of these are here but unreferenced: taking them up lowers ``num_available`` by as many."""
         return sum(self._references[self._block_of[h]] == 0 for h in hashes if h in self._block_of)
 
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks of these hashes, all of which are here."""
+        return [self._block_of[block_hash] for block_hash in hashes]
+
     def acquire_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """References the blocks of the leading hashes that are here, and returns them in order."""
-        blocks = [self._block_of[h] for h in hashes[: self.match_prefix(hashes)]]
+        blocks = self.find(hashes[: self.match_prefix(hashes)])
         for block in blocks:
             if self._references[block] == 0:
                 del self._idle[block]

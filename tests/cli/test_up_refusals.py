@@ -8,9 +8,10 @@ import pytest
 import torch
 from support.planned import planned
 
-from splitserve.cli.config import ConfigError
+from splitserve.cli.config import ConfigError, Sources, Value
 from splitserve.cli.local_cluster import curl_example
 from splitserve.cli.settings import ServerSettings
+from splitserve.cli.up import plan
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
@@ -41,6 +42,17 @@ def test_a_run_directory_that_cannot_be_made_is_said_so(model: Path, tmp_path: P
         ConfigError, match=r"--run-dir: cannot make the folder .*run .Not a directory.; name another"
     ):
         planned(model, tmp_path, run_dir=str(tmp_path / "file" / "run"))
+
+
+NOTHING_ELSE = Sources.read(None, {})
+
+
+def test_stored_blocks_need_a_key_that_stays(model: Path, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    with pytest.raises(ConfigError, match=r"--kv-store: .* give --key-file or --run-dir"):
+        plan({"model": Value(str(model), "--model"), "kv_store": Value(store, "--kv-store")}, NOTHING_ELSE)
+    found = planned(model, tmp_path, kv_store=store, run_dir=str(tmp_path / "run"))
+    assert {str(worker.kv_store) for worker in found.workers} == {store}
 
 
 def test_a_chat_needs_a_key_where_keys_are_asked_for(model: Path, tmp_path: Path) -> None:

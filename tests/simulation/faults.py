@@ -87,6 +87,7 @@ class Cluster:
     prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
     window: int = 0  # tokens that a token of the model attends to, 2 or more; 0: all
     next: float = 0.0  # share of processes, at each start, that are of the next build
+    store: bool = False  # evicted blocks go to a folder of all workers
     num_far: int = 0  # workers, besides, of a build that is no neighbour; one half are decode workers
 
 

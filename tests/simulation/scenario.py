@@ -132,6 +132,10 @@ NAMED = {
         replace(MIXED, drain_every=0.5, step_error=0.01, step_no_memory=0.01),
         Cluster(num_mixed=1, num_flexible=1, prefill_blocks=45, decode_blocks=24, window=18),
     ),
+    "store": Scenario(
+        Faults(spill_every=0.2, kill_every=0.8, freeze_every=1.0, drain_every=1.0, late=0.02, cancel=0.1),
+        Cluster(num_mixed=1, num_flexible=1, prefill_blocks=40, decode_blocks=60, store=True),
+    ),
     "patience": Scenario(
         Faults(
             step_error=0.03,
@@ -231,6 +235,7 @@ def draw_scenario(seed: int) -> Scenario:
         prefill_ahead=random.choice([0.0, 0.5, 1.0]),
         window=Random(f"window {seed}").choice([0, 0, 0, 2, 18, 40]),
         next=Random(f"next {seed}").choice([0.0, 0.0, 0.0, 0.3, 0.7]),
+        store=Random(f"store {seed}").random() < 0.4,
         num_far=Random(f"far {seed}").choice([0, 0, 0, 0, 0, 2]),
     )
     keyed = Random(f"keyed {seed}").choice([0.0, 0.0, 0.5, 1.0])

@@ -21,6 +21,7 @@ from simulation import (
     bugs_of_borrowing,
     bugs_of_pulls,
     bugs_of_resumption,
+    bugs_of_stored_prefixes,
     bugs_of_the_dispatcher,
     bugs_of_the_handoff,
     bugs_of_the_loop,
@@ -40,6 +41,7 @@ OF_THE_PATCH = ("AttributeError", "NameError", "TypeError")
 FILES = (
     bugs_of_borrowing,
     bugs_of_pulls,
+    bugs_of_stored_prefixes,
     bugs_of_the_handoff,
     bugs_of_the_processes,
     bugs_of_the_shells,

@@ -15,6 +15,7 @@ from simulation.memory import Memory
 from simulation.model import EOS, NUM_LAYERS, VOCABULARY
 from simulation.process import Killed, Process
 from simulation.step_device import VirtualStepDevice
+from simulation.stores import VirtualStore
 from simulation.watched_blocks import WatchedBlocks
 from simulation.worker_role import WorkerRole
 
@@ -237,6 +238,7 @@ class WorkerProcess(Process):
             lambda patience_s: set(),
             self.poll,
             lambda: None,
+            store=VirtualStore(self) if world.scenario.cluster.store else None,
             times=TIMES,
             slicing=world.random.choice(MODES),
             check_bytes=BLOCK_BYTES * world.random.choice(BLOCKS_A_CHECK),

@@ -56,6 +56,7 @@ class World:
         self.traceback = ""  # of an assertion inside a core
         self.counts: Counter[str] = Counter()
         self.contents: dict[bytes, int] = {}  # checksums by block hash
+        self.stored: dict[bytes, list[int]] = {}  # in the KV store, by block hash
         self.given_back: set[tuple[int, int]] = set()  # dispatches that a worker has reported as failed
         # how often each worker has ended, stood still or been cut off
         self.struck: Counter[PeerId] = Counter()

@@ -1,0 +1,37 @@
+"""Which blocks of a cache are written to the KV store: all of them, each once, the oldest first. Pure.
+
+They are written when a quarter or less of the cache is free, so that few are evicted before; and when the
+worker has nothing else to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from .block_manager import BlockManager
+
+
+class Offload:
+    """The cached blocks of one worker that have not been written."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks, self._events = blocks, blocks.watch()
+        self._left: dict[bytes, None] = {}
+
+    def take(self, count: int, idle: bool) -> tuple[list[bytes], list[int]]:
+        """Return the hashes and the numbers of up to ``count`` blocks to be written now. ``idle``: the worker
+        has nothing else to do."""
+        stored, removed = self._events.take()
+        self._left.update(dict.fromkeys(stored))
+        for block_hash in removed:
+            self._left.pop(block_hash, None)
+        if not (idle or self._blocks.num_free <= self._blocks.num_blocks // 4):
+            return [], []
+        hashes = list(islice(self._left, count))
+        self.skip(hashes)
+        return hashes, self._blocks.find(hashes)
+
+    def skip(self, hashes: Iterable[bytes]) -> None:
+        """Do not write these."""
+        for block_hash in hashes:
+            self._left.pop(block_hash, None)
