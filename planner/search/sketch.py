@@ -208,7 +208,7 @@ class Sketch:
         if self._sent_at < self.events.now:
             self._sent_at = self.events.now
             sent.clear()
-        if source not in sent:
+        if not sent.get(source):  # nothing, or what has come already
             self.events.after(source.times.message_s, source.receive, sent.setdefault(source, []))
         sent[source].append(request)
 

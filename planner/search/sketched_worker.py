@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
 from ...transport.messages.prompt_order import prompt_rank
@@ -157,8 +157,8 @@ class SketchWorker:
 
     # --- prompts ---------------------------------------------------------------------------------
 
-    def receive(self, requests: Sequence[Asked]) -> None:
-        """Prompts have come, together."""
+    def receive(self, requests: list[Asked]) -> None:
+        """Prompts have come, together; they are taken off the list."""
         self.activate()
         for request in requests:
             request.since = self.events.now
@@ -168,6 +168,7 @@ class SketchWorker:
                 self._queue_prompt(request)
             else:
                 self.events.after(self.times.message_s, self.coordinator.refused, request)
+        requests.clear()
         self._interrupt()
         self.handoffs.turn()
         self.turn()

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from support.simulated import cluster, profile, run, trace
 
 from splitserve.bench.studies.simulator_speed import LENGTHS, PROFILE, cluster_of
+from splitserve.engine.latency_profile import Profile
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
@@ -244,6 +245,21 @@ def test_where_blocks_are_few_the_times_are_the_simulators_too(name: str) -> Non
     finished = [record for record in records if record.finished]
     assert sorted(found.e2e_s) == pytest.approx(sorted(r.e2e_s for r in finished), abs=1e-6)
     assert sorted(found.ttft_s) == pytest.approx(sorted(r.ttft_s for r in finished), abs=1e-6)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("roles", [("colocated",), ("prefill", "decode")])
+def test_requests_of_one_instant_all_end_where_messages_take_no_time(roles: tuple[PoolRole, ...]) -> None:
+    """Such are the profiles from splitwise-sim and DistServe, and traces whose clock is coarse."""
+    of = Profile.read(Path("llama2-70b-h100x8"))
+    assert of.handoff.message_s == 0
+    pools = [Pool(role=role, count=2, profile=of) for role in roles]
+    requests, records = trace(TraceRequest(float(i // 10), 500, 50) for i in range(60)), list[RequestRecord]()
+    Simulation(of_pools(*pools), on_record=records.append).run(requests)
+    found = sketched(of_pools(*pools), requests, Slo())
+    assert found.num_ended == len(records) == 60
+    assert sorted(found.ttft_s) == pytest.approx(sorted(r.ttft_s for r in records), abs=2e-4)
+    assert sorted(found.e2e_s) == pytest.approx(sorted(r.e2e_s for r in records), abs=2e-4)
 
 
 def test_a_sketch_says_that_a_transfer_took_too_long_for_it() -> None:
