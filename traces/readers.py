@@ -51,7 +51,12 @@ def open_trace(path: Path, *, disorder_s: float = 0.0, drop_empty: bool = False)
 def _recognized(path: Path, first: str) -> tuple[Header | None, Format | None]:
     """Our own header, or the foreign format that the first line shows."""
     if not first.lstrip().startswith("{"):
-        names = next(csv.reader([first]), [])
+        try:
+            names = next(csv.reader([first]), [])
+        except csv.Error as error:
+            raise TraceFileError(path, f"is no CSV: {error}", line=1) from None
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise TraceFileError(path, f"names a column twice: {twice[0]!r:.60}", line=1)
         for format in FORMATS:
             if format.kind == "csv" and set(format.fields) <= set(names):
                 return None, format

@@ -158,6 +158,8 @@ def changed(row: dict[str, object], **changes: object) -> dict[str, object]:
     ("content", "line", "field", "message"),
     [
         ("", None, None, "is empty"),
+        (SPLITWISE.replace("\n", "\r"), 1, None, "is no CSV: new-line"),
+        ("prompt_size,prompt_size\n", 1, None, "names a column twice: 'prompt_size'"),
         ("a,b\n1,2\n", 1, None, "no trace format has these columns: 'a, b'"),
         ([{"a": 1}], 1, None, "no trace format has these keys"),
         ("{oops\n", 1, None, "is no JSON"),
