@@ -110,11 +110,14 @@ def the_hardware(settings: PlanSettings) -> Hardware:
 
 
 def the_load(settings: PlanSettings) -> Load:
-    """The first requests of the trace: as many as are asked for, or all that may be needed."""
-    trace = open_trace(settings.trace)
-    requests = tuple(islice(trace, settings.requests or MOST_PLANNED))
+    """The first requests of the trace: as many as are asked for, or all that may be needed. The rows that are
+    checked after the search are read, too: a wrong one is an error now."""
+    trace, num = open_trace(settings.trace), settings.requests or MOST_PLANNED
+    requests = tuple(islice(trace, max(num, MOST_CHECKED)))[:num]
     if len(requests) < 20 or requests[0].arrival_s == requests[-1].arrival_s:
-        few = "too few to plan on" if len(requests) < 20 else "all at one time, so that they have no rate"
+        few = (
+            "a plan needs at least 20" if len(requests) < 20 else "all at one time, so that they have no rate"
+        )
         raise SimulationError(f"{settings.trace} has {len(requests)} requests: {few}")
     return Load(requests, trace.block_size)
 
@@ -167,11 +170,11 @@ def require_reachable(question: Question, max_batch_tokens: int) -> None:
     ]
     share = max(0.0, 1 - bounds.failed(missed) / len(requests))
     if share < question.level.attainment:
-        longest = max(k.profile.memory.longest for k in question.hardware.kinds)
         raise SimulationError(
             f"only {share:.1%} of the requests could meet {bounds.words()} if each had the cluster to "
             f"itself (the longest prompt has {max(r.num_prompt_tokens for r in requests):,} tokens; the "
-            f"profile's model takes {longest:,}): loosen the bounds, or profile quicker hardware"
+            f"profile's model takes {question.hardware.longest:,}): loosen the bounds, or profile quicker "
+            "hardware"
         )
 
 

@@ -293,8 +293,8 @@ class PlanSettings(BaseModel):
             )
         if self.other_models and (self.inventory is None or self.objective != "goodput"):
             raise ValueError("several models share an --inventory, for the highest goodput")
-        if self.hardware is not None and self.gpus_per_worker is not None:
-            raise ValueError("--gpus-per-worker stands in the file of --hardware")
+        if (self.hardware or self.inventory) and self.gpus_per_worker is not None:
+            raise ValueError("--gpus-per-worker: --hardware's file says it, --inventory tries 1, 2, 4 and 8")
         if self.rate is not None and self.objective == "goodput":
             raise ValueError("--rate is for --objective cost or energy; goodput finds the rate")
         return self

@@ -211,6 +211,11 @@ class Hardware:
             total += group.count * of_role.get(group.role, max(of_role.values()))
         return total
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that some kind takes."""
+        return max(kind.profile.memory.longest for kind in self.kinds)
+
     @cached_property
     def movers(self) -> tuple[str, ...]:
         """Those that every profile knows, or the nameless one."""

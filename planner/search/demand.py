@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ...engine.latency_profile import Profile
 from ...traces.request import TraceRequest
@@ -31,11 +32,13 @@ class Demand:
         return cls.of_arrivals(arrivals(requests, block_size))
 
     @classmethod
-    def of_arrivals(cls, asked: Sequence[Arrival]) -> Demand:
-        n = len(asked)
-        prompt, output = sum(a.num_new for a in asked), sum(a.num_output for a in asked)
-        context = sum(a.num_output * (a.num_prompt + a.num_output / 2) for a in asked)
-        reads = sum(a.num_new * (a.num_prompt - a.num_new / 2) for a in asked)
+    def of_arrivals(cls, asked: Sequence[Arrival], longest: float = inf) -> Demand:
+        """A prompt of ``longest`` tokens is refused and needs nothing; an answer ends there."""
+        n, served = len(asked), [a for a in asked if a.num_prompt < longest]
+        outputs = [min(a.num_output, longest - a.num_prompt) for a in served]
+        prompt, output = sum(a.num_new for a in served), sum(outputs)
+        context = sum(num * (a.num_prompt + num / 2) for a, num in zip(served, outputs, strict=True))
+        reads = sum(a.num_new * (a.num_prompt - a.num_new / 2) for a in served)
         return cls(prompt / n, output / n, context / max(output, 1.0), reads / max(prompt, 1.0))
 
 

@@ -96,7 +96,7 @@ class Question:
     @classmethod
     def of(cls, hardware: Hardware, load: Load, level: ServiceLevel, seed: int = 0) -> Question:
         asked = arrivals(load.requests, load.block_size)
-        return cls(hardware, load, level, Demand.of_arrivals(asked), asked, seed)
+        return cls(hardware, load, level, Demand.of_arrivals(asked, hardware.longest), asked, seed)
 
     @property
     def allowed(self) -> float:

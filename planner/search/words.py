@@ -21,7 +21,7 @@ def sentences(plan: Plan) -> list[str]:
 def answer(plan: Plan) -> list[str]:
     """What to build, what that serves, what limits it, what it costs, and what puts that in doubt."""
     winner, level = plan.winner, plan.question.level
-    share = "" if level.bounds.levels else f" for {level.attainment:.0%} of the requests"
+    share = "" if level.bounds.levels else f" for {100 * level.attainment:g}% of the requests"
     asked = f"{level.bounds.words()}{share}"
     if winner.goodput <= 0:
         advice = "Loosen the bounds, take quicker hardware, or shorten what is asked."
@@ -53,16 +53,21 @@ def _workers(plan: Plan) -> str:
 
 
 def _refused(plan: Plan) -> list[str]:
-    """The requests that no cluster serves, which come first."""
-    longest = max(kind.profile.memory.longest for kind in plan.question.hardware.kinds)
-    requests = plan.question.load.requests
+    """The requests that no cluster serves, which come first, and those that it serves in part."""
+    longest, requests = plan.question.hardware.longest, plan.question.load.requests
     num = sum(r.num_prompt_tokens >= longest for r in requests)
-    if not num:
-        return []
-    return [
-        f"Refused at any rate: {num:,} of {len(requests):,} requests ({num / len(requests):.1%}), longer "
-        f"than the model's {longest:,} tokens. No percentile below has them in it; no cluster changes that."
-    ]
+    num_cut = sum(r.num_prompt_tokens + r.num_output_tokens > longest for r in requests) - num
+    lines = []
+    if num:
+        lines.append(
+            f"Refused at any rate: {num:,} of {len(requests):,} requests ({num / len(requests):.1%}), longer "
+            f"than the model's {longest:,} tokens. No percentile below has them in it; no cluster changes "
+            "that."
+        )
+    if num_cut:
+        cut = f"Cut short: {num_cut:,} of {len(requests):,} answers"
+        lines.append(f"{cut}, which end at the model's {longest:,} tokens.")
+    return lines
 
 
 def _served(plan: Plan) -> str:

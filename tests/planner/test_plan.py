@@ -196,6 +196,28 @@ def test_requests_that_are_too_long_come_first() -> None:
     assert f"{longer:,} tokens" in first
 
 
+def test_what_a_model_cannot_hold_lowers_no_bound() -> None:
+    """Prompts that are refused cost nothing, and answers end with the context: no bound is below what is
+    served."""
+    asked = question(400, 3, count=60)
+    load, (kind,) = list(asked.load.requests), HARDWARE.kinds
+    longer = kind.profile.memory.longest
+    refused, cut = (
+        [replace(r, **{what: 1 << 20}) for r in load] for what in ("num_prompt_tokens", "num_output_tokens")
+    )
+    plain, fewer, shorter = (
+        Question.of(HARDWARE, Load((*load, *more), None), LEVEL).demand for more in ((), refused, cut)
+    )
+    assert fewer == replace(plain, prompt=plain.prompt / 2, output=plain.output / 2)
+    assert shorter.output < longer
+    found = search(
+        Question.of(HARDWARE, Load((*load, *cut[-1:]), None), LEVEL),
+        Goal("goodput", Limits(3), chunks=(512,)),
+        1,
+    )
+    assert sentences(found)[0] == f"Cut short: 1 of 61 answers, which end at the model's {longer:,} tokens."
+
+
 def test_as_many_requests_are_planned_on_as_the_goodput_depends_on() -> None:
     steady = tuple(TraceRequest(0.2 * i, 300 + i % 7, 3) for i in range(4000))
     goal = Goal("goodput", Limits(3), chunks=(512,))

@@ -14,7 +14,7 @@ from support.simulated import profile
 from splitserve.cli.config import Sources, load
 from splitserve.engine.latency_profile import Power, ProfileError
 from splitserve.planner.errors import SimulationError
-from splitserve.planner.plan_command import the_goal, the_hardware
+from splitserve.planner.plan_command import the_goal, the_hardware, the_load
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.goal import Goal, Limits, settings_of, shapes
 from splitserve.planner.search.goodput import Question, answer, simulate
@@ -24,8 +24,9 @@ from splitserve.planner.search.verdict import compared
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.several import names_of, plan_each
 from splitserve.planner.simulator.slo import ServiceLevel, Slo
+from splitserve.traces.errors import TraceError
 from splitserve.traces.own_format import write_trace
-from splitserve.traces.request import Trace
+from splitserve.traces.request import Trace, TraceRequest
 
 
 def test_the_cheapest_cluster_for_a_rate_takes_each_kind_for_what_it_is_good_at() -> None:
@@ -235,3 +236,20 @@ def test_several_models_share_an_inventory_by_their_loads(
     assert names_of([settings, other, settings]) == ["llama-3.1-8b-1", "qwen3-32b", "llama-3.1-8b-3"]
     with pytest.raises(ValidationError, match="several models share an --inventory"):
         PlanSettings.model_validate({**settings.model_dump(), "objective": "cost"})
+
+
+def test_a_wrong_row_ends_the_command_before_the_search(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_trace(path, Trace("t", lambda: (TraceRequest(0.1 * i, 300, 3) for i in range(5000))))
+    with path.open("a") as file:
+        file.write("{}\n")
+    settings = PlanSettings(trace=path, profile=Path("p.json"), gpus=3, slo="ttft=0.4", requests=20)
+    with pytest.raises(TraceError, match=r"t\.jsonl, line 5002, num_prompt_tokens: is missing"):
+        the_load(settings)
+
+
+def test_gpus_per_worker_are_not_for_an_inventory() -> None:
+    with pytest.raises(ValidationError, match=r"--gpus-per-worker: .*--inventory tries"):
+        PlanSettings(
+            trace=Path("t"), profile=Path("llama-3.1-8b"), inventory="4xh100", gpus_per_worker=2, slo="ttft=1"
+        )
