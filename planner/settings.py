@@ -258,7 +258,7 @@ class PlanSettings(BaseModel):
     )
     chunk_budgets: str = Field(
         default="512,2048",
-        pattern=r"^[1-9]\d{0,6}(,[1-9]\d{0,6})*$",
+        pattern=r"^[1-9]\d{0,5}(,[1-9]\d{0,5})*$",
         description="Prompt tokens in a step to choose from, with commas.",
     )
     jobs: int | None = Field(

@@ -12,7 +12,7 @@ from .goodput import LOWEST
 from .looks import Glance, Look
 from .plan import GROWTH, Plan
 from .verdict import compared
-from .words import for_long
+from .words import about
 
 TIMES = ("ttft", "tpot", "e2e")
 
@@ -29,9 +29,9 @@ def rates_table(plan: Plan) -> Table:
         lowest = f"{min(known):.2f}" if min(known) > 0 else f"less than {winner.bound / LOWEST:.2f}"
         table.add_row(f"most, {how}", f"{lowest} to {max(known):.2f}")
     if plan.sustained is not None:
-        table.add_row("most, over and over", for_long(plan))
+        table.add_row("most, over and over", about(plan, plan.sustained))
     if plan.whole is not None:
-        table.add_row(f"most, {plan.whole[0]:,} of the trace", f"about {plan.whole[1]:.2f}")
+        table.add_row(f"most, {plan.whole[0]:,} of the trace", about(plan, plan.whole[1]))
     if plan.if_slower is not None:
         errors = plan.question.hardware.fit_errors(winner.candidate)
         known_errors = ", ".join(f"{error:.1%}" for error in errors if error is not None)

@@ -73,15 +73,16 @@ def _refused(plan: Plan) -> list[str]:
 def _served(plan: Plan) -> str:
     """The rate that is sustained."""
     if plan.whole is not None and plan.served == plan.whole[1]:
-        return f"about {plan.served:.2f} requests/s over {plan.whole[0]:,} requests of the trace (sketched)"
+        whole = f"{plan.whole[0]:,} requests of the trace"
+        return f"{about(plan, plan.served)} requests/s over {whole} (sketched)"
     if plan.sustained is not None:
-        return f"{for_long(plan)} requests/s for long (sketched)"
+        return f"{about(plan, plan.sustained)} requests/s for long (sketched)"
     gpus = plan.question.hardware.num_gpus(plan.winner.candidate)
     return f"{plan.served:.2f} requests/s ({plan.served / gpus:.3f} a GPU)"
 
 
-def for_long(plan: Plan) -> str:
-    return f"about {plan.sustained:.2f}" if plan.sustained else f"less than {plan.winner.bound / LOWEST:.2f}"
+def about(plan: Plan, rate: float) -> str:
+    return f"about {rate:.2f}" if rate else f"less than {plan.winner.bound / LOWEST:.2g}"
 
 
 def _limit(plan: Plan) -> str:

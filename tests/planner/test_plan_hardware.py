@@ -253,3 +253,11 @@ def test_gpus_per_worker_are_not_for_an_inventory() -> None:
         PlanSettings(
             trace=Path("t"), profile=Path("llama-3.1-8b"), inventory="4xh100", gpus_per_worker=2, slo="ttft=1"
         )
+
+
+def test_a_chunk_budget_that_no_worker_takes_is_refused() -> None:
+    """A table of each budget's steps is made, which took minutes."""
+    given: dict[str, Any] = {"trace": Path("t"), "profile": Path("p"), "gpus": 2, "slo": "ttft=1"}
+    PlanSettings(**given, chunk_budgets="512,999999")
+    with pytest.raises(ValidationError, match="chunk_budgets"):
+        PlanSettings(**given, chunk_budgets="512,9999999")

@@ -18,7 +18,7 @@ from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.plan_command import require_reachable
 from splitserve.planner.search.candidates import Hardware, Kind
 from splitserve.planner.search.goal import Goal, Limits
-from splitserve.planner.search.goodput import Load, Question, answer, simulate
+from splitserve.planner.search.goodput import LOWEST, Load, Question, answer, simulate
 from splitserve.planner.search.plan import Plan
 from splitserve.planner.search.plan_json import as_json
 from splitserve.planner.search.search import search
@@ -194,6 +194,12 @@ def test_the_sustained_rate_leads_and_costs_are_told_by_tokens() -> None:
     assert sentences(found)[1].startswith("Serves about 1.25 requests/s for long (sketched)")
     dearer = hours * found.winner.goodput / 1.25
     assert f"{3 * dearer:.2f} GPU hours a million output tokens" in sentences(found)[3]
+    found.whole = 90, 0.0  # too many of them are refused at any rate
+    least = f"less than {found.winner.bound / LOWEST:.2g}"
+    assert sentences(found)[1].startswith(
+        f"Serves {least} requests/s over 90 requests of the trace (sketched)"
+    )
+    assert rates_of(found)["most, 90 of the trace"][0] == least
 
 
 def test_the_answer_comes_first_and_each_rate_is_named_by_what_it_is() -> None:
