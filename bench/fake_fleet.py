@@ -30,6 +30,8 @@ HASH_BYTES = 16
 COUNTERS = (
     "output_tokens",
     "step_sequences",
+    "draft_tokens",
+    "accepted_tokens",
     "preemptions",
     "corrupt_blocks",
     "handed_over",

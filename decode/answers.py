@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import FinishReason, Resume, StepTokens, u32
-from .scheduler import DecodeResult, DecodeScheduler
+from .rows import DecodeResult
+from .scheduler import DecodeScheduler
 from .sequences import DecodeSequence
 
 KEPT_S = 30.0

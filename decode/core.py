@@ -118,8 +118,8 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
         """The oldest step in flight has run: all its tokens go to the coordinator in one message, or to each
         its own."""
         self.step_failures.good_step()
-        result, num_seqs = self.scheduler.complete(step, output), len(step.sequences)
-        self._heartbeat.count_step(num_seqs, num_seqs - len(result.dropped))
+        result = self.scheduler.complete(step, output)
+        self._heartbeat.count_step(result)
         self._actions += [ToCoordinator(message) for message in step_tokens(result, now)]
         self.answers.keep(result, now)
         for sequence, reason in result.failed.items():
@@ -130,7 +130,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
     def shrink_step(self, step: DecodeStep) -> None:
         """The step ran out of memory: its younger sequences are given back to the coordinator, the others go
         on. One that was alone counts as failed, so that it is not tried for ever."""
-        alone = sum(not s.ended for s in step.sequences) == 1
+        alone = sum(not s.ended for s in step.members) == 1
         for sequence in self.scheduler.shrink(step):
             self._report_failed(
                 sequence.key,

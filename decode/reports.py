@@ -18,7 +18,8 @@ from ..transport.messages.messages import FinishReason, Load, PeerId, StepTokens
 from ..transport.process.reports import CacheReporter
 from .answers import Answers
 from .moving import Moving
-from .scheduler import DecodeResult, DecodeScheduler
+from .rows import DecodeResult
+from .scheduler import DecodeScheduler
 
 
 class Heartbeat:
@@ -31,15 +32,18 @@ class Heartbeat:
         self.cache = CacheReporter(scheduler.blocks, answers.changes)
         self._num_steps = 0
         self._num_step_sequences = 0
-        self._num_tokens = 0
+        self._num_tokens = self._num_draft_tokens = self._num_accepted_tokens = 0
         self._largest_batch = 0
 
-    def count_step(self, num_sequences: int, num_tokens: int) -> None:
+    def count_step(self, result: DecodeResult) -> None:
         """Count a step that has run, and its tokens that are reported to a coordinator."""
+        step, num_seqs = result.step, len(result.step.members)
         self._num_steps += 1
-        self._num_step_sequences += num_sequences
-        self._num_tokens += num_tokens
-        self._largest_batch = max(self._largest_batch, num_sequences)
+        self._num_step_sequences += num_seqs
+        self._num_tokens += len(step.sequences) - len(result.dropped)
+        self._num_draft_tokens += step.num_draft_tokens
+        self._num_accepted_tokens += step.num_draft_tokens - sum(row >= num_seqs for row in result.dropped)
+        self._largest_batch = max(self._largest_batch, num_seqs)
 
     def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load:
         """Return the load for one of several coordinators; None: for the only one. ``held``: every dispatch
@@ -68,6 +72,8 @@ class Heartbeat:
                 "preemptions": s.num_preemptions,
                 "output_tokens": self._num_tokens,
                 "step_sequences": self._num_step_sequences,
+                "draft_tokens": self._num_draft_tokens,
+                "accepted_tokens": self._num_accepted_tokens,
                 "corrupt_blocks": r.num_corrupt_blocks,
                 "handed_over": self._moving.num_moved,
                 "mover_fallbacks": self._moving.sender.num_fallbacks,

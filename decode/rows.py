@@ -1,5 +1,5 @@
 """The dense rows of a decode batch: one sequence a row of a few arrays, so that a step's inputs are slices of
-them; and which sequences those are. Pure.
+them; and which sequences those are. Behind them a step has a row for each drafted token. Pure.
 
 The rows are those of the next step. It may be built while the one before still runs, whose tokens nobody
 knows yet: ``fed_from`` is the row of that step from which a sequence's input token comes.
@@ -7,13 +7,14 @@ knows yet: ``fed_from`` is the row of that step from which a sequence's input to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.step.batch import Batch
+from ..engine.step.batch import Batch, StepOutput
+from ..transport.messages.messages import FinishReason
 from .sequences import DecodeSequence
 
 KNOWN = -1
@@ -21,19 +22,38 @@ KNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    sequences: list[DecodeSequence]
+    sequences: list[DecodeSequence]  # of each row; drafted tokens of one stand in order
     batch: Batch
     dispatches: NDArray[np.uint32]
     indices: NDArray[np.uint32]  # output index of the token that each row will yield
     filling: list[int]  # rows whose newest block is full with it
     alone: bool = False  # it may hold the one that made a step raise: nothing else is in its step
+    num_draft_tokens: int = 0  # the last rows
+
+    @property
+    def members(self) -> list[DecodeSequence]:
+        """Each sequence once."""
+        return self.sequences[: len(self.sequences) - self.num_draft_tokens]
+
+
+@dataclass(slots=True)
+class DecodeResult:
+    """One finished step: columns as StepTokens carries them, rows that ended, rows to leave out (dropped
+    meanwhile, ended before, or a draft that was rejected)."""
+
+    step: DecodeStep
+    output: StepOutput
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+    failed: dict[DecodeSequence, str] = field(default_factory=dict)
+    """Those of ``dropped`` whose grammar cannot go on, and why."""
 
 
 class DecodeRows:
     """Up to ``max_num_seqs`` sequences of up to ``max_blocks`` blocks."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self.sequences: list[DecodeSequence] = []
         self._tokens = np.zeros(max_num_seqs, np.int32)
         self._fed_from = np.full(max_num_seqs, KNOWN, np.int32)
@@ -80,11 +100,10 @@ class DecodeRows:
         sequence.row = -1
 
     def add_block(self, sequence: DecodeSequence, block: int) -> None:
-        """One more at the end of its table, for its next token."""
+        """One more at the end of its table, for its next token or for drafts."""
         self._tables[sequence.row, len(sequence.blocks)] = block
-        self._slots[sequence.row] = block * self._block_size
         sequence.blocks.append(block)
-        self.beginning.discard(sequence)
+        self._find_slot(sequence, int(self._positions[sequence.row]))
 
     def leave_finished(self) -> None:
         """Free the rows of those that the step in flight gives their last token."""
@@ -93,13 +112,16 @@ class DecodeRows:
         for sequence in [self.sequences[row] for row in last]:
             self.leave(sequence)
 
-    def build(self, alone: bool = False) -> DecodeStep:
-        """The step of all rows; the rows are then those of the step after it."""
+    def build(
+        self, alone: bool = False, drafts: Mapping[DecodeSequence, list[int]] | None = None
+    ) -> DecodeStep:
+        """The step of all rows, and of drafted tokens behind them. The rows are then those of the step after
+        it; with drafts not until it has run."""
         n = len(self.sequences)
         positions, slots = self._positions[:n], self._slots[:n]
         indices, fed_from = self._indices[:n], self._fed_from[:n]
         seq_lens = positions + 1
-        width = (int(np.maximum.reduce(positions)) // self._block_size) + 1
+        width = (int(np.maximum.reduce(positions)) // self.block_size) + 1
         batch = Batch(
             token_ids=self._tokens[:n].copy(),
             positions=positions.copy(),
@@ -110,10 +132,12 @@ class DecodeRows:
             sampling=[sequence.state for sequence in self.sequences],
             fed_from=fed_from.copy(),
         )
-        filling: list[int] = (seq_lens % self._block_size == 0).nonzero()[0].tolist()
+        filling: list[int] = (seq_lens % self.block_size == 0).nonzero()[0].tolist()
         step = DecodeStep(
             self.sequences.copy(), batch, self._dispatches[:n].copy(), indices.copy(), filling, alone
         )
+        if drafts:
+            step = self._with_drafts(step, drafts)
         fed_from[:] = self._arange[:n]
         positions[:] = seq_lens
         slots += 1
@@ -122,15 +146,45 @@ class DecodeRows:
             self._find_slot(self.sequences[row], int(seq_lens[row]))
         return step
 
-    def settle(self, token_ids: NDArray[np.int32]) -> None:
-        """The step built last has run, and these are its tokens."""
+    def _with_drafts(self, step: DecodeStep, drafts: Mapping[DecodeSequence, list[int]]) -> DecodeStep:
+        owners = [sequence for sequence, tokens in drafts.items() for _ in tokens]
+        ahead = np.array([1 + i for tokens in drafts.values() for i in range(len(tokens))], np.int32)
+        n, rows = len(self.sequences), np.array([sequence.row for sequence in owners])
+        positions = self._positions[rows] + ahead
+        tables = self._tables[rows, : int(positions.max()) // self.block_size + 1]
+        blocks = tables[np.arange(len(rows)), positions // self.block_size].astype(np.int64)
+        drafted = Batch(
+            token_ids=np.concatenate([np.array(tokens, np.int32) for tokens in drafts.values()]),
+            positions=positions,
+            query_start_loc=np.arange(len(rows) + 1, dtype=np.int32),
+            seq_lens=positions + 1,
+            block_tables=tables,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            sampling=[sequence.state for sequence in owners],
+            prompt_logprobs=[None] * len(rows),
+        )
+        filling: list[int] = (drafted.seq_lens % self.block_size == 0).nonzero()[0].tolist()
+        return DecodeStep(
+            step.sequences + owners,
+            step.batch.followed_by(drafted),
+            np.concatenate([step.dispatches, self._dispatches[rows]]),
+            np.concatenate([step.indices, self._indices[rows] + ahead.astype(np.uint32)]),
+            step.filling + [n + row for row in filling],
+            num_draft_tokens=len(rows),
+        )
+
+    def settle(self, step: DecodeStep, token_ids: NDArray[np.int32]) -> None:
+        """The step built last has run, and these are its tokens. Its sequences have them."""
+        if step.num_draft_tokens:
+            self.recover()  # each is as far as its drafts were accepted
+            return
         n = len(self.sequences)
         fed = (self._fed_from[:n] != KNOWN).nonzero()[0]
         self._tokens[fed] = token_ids[self._fed_from[fed]]
         self._fed_from[fed] = KNOWN
 
     def recover(self) -> None:
-        """Undo the step built last, which has not run: set every row from its sequence's tokens."""
+        """Set every row from its sequence's tokens: the step built last has not run, or had drafts."""
         for sequence in self.sequences:
             self._read_state(sequence)
 
@@ -144,9 +198,9 @@ class DecodeRows:
     def _find_slot(self, sequence: DecodeSequence, position: int) -> None:
         """Set the slot of the token at ``position``. The block may be there already, from a step that
         was made and has not run."""
-        at_block, offset = divmod(position, self._block_size)
+        at_block, offset = divmod(position, self.block_size)
         if at_block < len(sequence.blocks):
-            self._slots[sequence.row] = sequence.blocks[at_block] * self._block_size + offset
+            self._slots[sequence.row] = sequence.blocks[at_block] * self.block_size + offset
             self.beginning.discard(sequence)
         else:
             self.beginning.add(sequence)

@@ -11,8 +11,9 @@
 
 The next step may be made while the one before runs (``MAX_IN_FLIGHT``): its input tokens are then fed on by
 the runner of the steps, and a sequence that turns out to have ended has one row too many, whose token is
-dropped. What needs to know more waits for the running step: preemption, and a sequence that comes back into
-the batch. A grammar's mask follows from the newest token: the runner asks for it when that token has come.
+dropped. What needs to know more waits for the running step: preemption, a sequence that comes back into the
+batch, a step with drafts (drafts.py), and the one behind it. A grammar's mask follows from the newest token:
+the runner asks for it when that token has come.
 
 A sequence that needs a block when there is none makes the youngest sequence leave (it comes back through the
 coordinator with the tokens it has). Blocks are freed when no step in flight reads or writes them.
@@ -22,32 +23,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from ..engine.cache.block_manager import BlockManager
 from ..engine.role_core import SizeLimit
 from ..engine.step.batch import SamplingState, StepOutput, finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key
 from ..transport.messages.blocks import held
-from ..transport.messages.messages import FinishReason
-from .rows import BatchMembers, DecodeRows, DecodeStep
+from .drafts import Drafts
+from .rows import BatchMembers, DecodeResult, DecodeRows, DecodeStep
 from .sequences import DecodeSequence, SequenceBlocks
 
 MAX_IN_FLIGHT = 2
 STEPS_AT_LIMIT = 64  # steps after which a limit that lack of memory had set is raised by one sequence
-
-
-@dataclass(slots=True)
-class DecodeResult:
-    """One finished step: columns as StepTokens carries them, rows that ended, rows to leave out (dropped
-    meanwhile, or ended before)."""
-
-    step: DecodeStep
-    output: StepOutput
-    finished: dict[int, FinishReason] = field(default_factory=dict)
-    dropped: list[int] = field(default_factory=list)
-    failed: dict[DecodeSequence, str] = field(default_factory=dict)
-    """Those of ``dropped`` whose grammar cannot go on, and why."""
 
 
 class DecodeScheduler:
@@ -61,12 +48,14 @@ class DecodeScheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         window: int = 0,
+        drafts: Drafts | None = None,
     ) -> None:
-        """``window``: the model's widest, in tokens; 0: none."""
+        """``window``: the model's widest, in tokens; 0: none. ``drafts``: how to draft; None: not at all."""
         self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
         self._kv_blocks, self._window = SequenceBlocks(blocks, block_size, window), window
         self.row_limit = SizeLimit(max_num_seqs, STEPS_AT_LIMIT, lambda rows: rows + 1)  # how many may run
         self._max_model_len, self._eos = max_model_len, eos_token_ids
+        self._drafts = drafts or Drafts(0, 0)
         self._rows = DecodeRows(max_num_seqs, -(-max_model_len // block_size) + 1, block_size)
         self._members = BatchMembers(self._rows)
         self.running: dict[Key, DecodeSequence] = {}
@@ -135,8 +124,7 @@ class DecodeScheduler:
         self.running[key] = self.by_request[request_id] = sequence
         self._rows.rename(sequence)
         for step in self._in_flight:
-            if sequence in step.sequences:
-                step.dispatches[step.sequences.index(sequence)] = key[1]
+            step.dispatches[[row for row, other in enumerate(step.sequences) if other is sequence]] = key[1]
 
     def pause(self, key: Key) -> None:
         """The sequence keeps its blocks and is in no further step; those in flight still give it their
@@ -157,6 +145,8 @@ class DecodeScheduler:
         flight. Preempted ones are left in ``preempted``."""
         if self._failed or len(self._in_flight) == MAX_IN_FLIGHT:
             return None
+        if self._in_flight and self._in_flight[0].num_draft_tokens:
+            return None
         alone = False
         if self._members.are_tried_apart:
             if self._in_flight:
@@ -168,10 +158,15 @@ class DecodeScheduler:
             self._rows.leave_finished()
             if len(self._rows.beginning) > self.blocks.num_available:
                 return None
+            if self._drafts.plan(self._rows.sequences, self.row_limit.now):
+                return None
         self._grow()
         if not self._rows.sequences:
             return None
-        step = self._rows.build(alone)
+        drafts = {}
+        if not alone and not self._in_flight:
+            drafts = self._drafts.draft(self._rows, self.blocks, self.row_limit.now)
+        step = self._rows.build(alone, drafts)
         for sequence in step.sequences:
             sequence.in_flight += 1
         self._in_flight.append(step)
@@ -182,10 +177,13 @@ class DecodeScheduler:
         it."""
         self._take_out(step)
         self.row_limit.good_step()
-        result = DecodeResult(step, output)
+        result, num_members = DecodeResult(step, output), len(step.members)
+        inputs = step.batch.token_ids  # known of drafts
         rows = zip(step.sequences, output.token_ids.tolist(), step.indices.tolist(), strict=True)
         for row, (sequence, token, index) in enumerate(rows):
-            if sequence.ended:
+            outputs = sequence.state.output_token_ids
+            rejected = row >= num_members and (index != len(outputs) or outputs[-1] != inputs[row])
+            if sequence.ended or rejected:
                 result.dropped.append(row)
                 continue
             if (
@@ -197,7 +195,7 @@ class DecodeScheduler:
                 result.dropped.append(row)
                 self._end(sequence)
                 continue
-            sequence.state.output_token_ids.append(token)
+            outputs.append(token)
             if token in sequence.stops or index >= sequence.last_index:
                 reason = finish_reason(
                     token, index, sequence.stops, sequence.state.params.min_tokens, sequence.last_index
@@ -205,18 +203,22 @@ class DecodeScheduler:
                 if reason is not None:
                     result.finished[row] = reason
         for row in step.filling:
-            if not step.sequences[row].ended:
+            if row not in result.dropped:
                 self._kv_blocks.commit(
                     step.sequences[row], int(step.batch.seq_lens[row]) // self.block_size - 1
                 )
         if self._window:
-            for sequence, num_tokens in zip(step.sequences, step.batch.seq_lens.tolist(), strict=True):
-                self._kv_blocks.release_behind_window(sequence, num_tokens)
+            for row, num_tokens in enumerate(step.batch.seq_lens.tolist()):
+                if row not in result.dropped:
+                    self._kv_blocks.release_behind_window(step.sequences[row], num_tokens)
         for row in result.finished:
             self._end(step.sequences[row])
         self._kv_blocks.free_ended(step.sequences)
+        for sequence in step.sequences[num_members:]:
+            if not sequence.ended:
+                self._kv_blocks.trim(sequence)
         if not self._in_flight:
-            self._rows.settle(output.token_ids)
+            self._rows.settle(step, output.token_ids)
         return result
 
     def separate(self, step: DecodeStep, shared: bool = False) -> list[DecodeSequence]:
@@ -225,7 +227,7 @@ class DecodeScheduler:
 
         ``shared``: prompts were in it, too. Its sequences are tried without them, and none is over."""
         self._take_out(step)
-        left = [s for s in step.sequences if not s.ended and not s.paused]
+        left = [s for s in step.members if not s.ended and not s.paused]
         half = len(left) // 2
         if shared:
             self._members.try_apart(left)
@@ -240,12 +242,13 @@ class DecodeScheduler:
     def shrink(self, step: DecodeStep) -> list[DecodeSequence]:
         """The step ran out of memory, and what it wrote will be written again. The younger half of its
         sequences leave, and no more than the others are admitted for a while. Returns those that leave: all,
-        where the step had but one."""
+        where the step had but one; none, where it had drafts, for which there is no row then."""
         self._take_out(step)
-        staying = [s for s in step.sequences if not s.ended and not s.paused]
+        staying = [s for s in step.members if not s.ended and not s.paused]
         staying.sort(key=list(self.running.values()).index)
-        self.row_limit.lower(max(1, len(staying) // 2))
-        leaving = staying[len(staying) // 2 :]
+        num_left = len(staying) if step.num_draft_tokens else len(staying) // 2
+        self.row_limit.lower(max(1, num_left))
+        leaving = staying[num_left:]
         for sequence in leaving:
             self._end(sequence)
         self._after_failure(step)

@@ -10,6 +10,7 @@ from ..engine.step.batch import SamplingState
 from ..transport.handoff.protocol import Key
 from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind
 from ..transport.messages.messages import TokenLogprobs, u32
+from .text_match import TextMatch
 
 
 @dataclass(slots=True, eq=False)
@@ -26,11 +27,12 @@ class DecodeSequence:
     deadline: float
     joined_at: float = 0.0
     row: int = -1  # in the next step
-    in_flight: int = 0  # steps under way that it is in: they read and write its blocks
+    in_flight: int = 0  # rows of steps under way that are its: they read and write its blocks
     ended: bool = False  # it is over here
     paused: bool = False  # it keeps its blocks and is in no further step
     last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
     answer_id: bytes = b""  # empty: it cannot be resumed
+    match: TextMatch | None = None  # once its tokens may be drafted
 
 
 class SequenceBlocks:
@@ -58,6 +60,12 @@ class SequenceBlocks:
         if last >= 0 and not sequence.ended and sequence.blocks[last] != NO_BLOCK:
             self._blocks.release(sequence.blocks[last : last + 1])
             sequence.blocks[last] = NO_BLOCK
+
+    def trim(self, sequence: DecodeSequence) -> None:
+        """Release the blocks that only rejected drafts were written to."""
+        num_blocks = -(-(sequence.state.position - 1) // self._block_size)
+        self._blocks.release(sequence.blocks[num_blocks:])
+        del sequence.blocks[num_blocks:]
 
     def end(self, sequence: DecodeSequence) -> None:
         """The sequence is over here."""

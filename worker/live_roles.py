@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..decode.core import DecodeCore
+from ..decode.drafts import CHEAP_ROWS, Drafts
 from ..decode.scheduler import DecodeScheduler
 from ..prefill.core import PrefillCore
 from ..prefill.scheduler import PrefillScheduler
@@ -79,6 +80,7 @@ class DecodeRole(PlayedRole):
             model.max_model_len,
             model.eos_token_ids,
             window=identity.window,
+            drafts=Drafts(settings.num_speculative_tokens, CHEAP_ROWS[model.device_type]),
         )
         self.core = DecodeCore(
             self._meet(), scheduler, self._receiver(), settings.drain_timeout_s, True, process.times.answers

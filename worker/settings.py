@@ -73,6 +73,13 @@ class DecodeSettings(PeerSettings):
     role: ClassVar[str] = "decode"
 
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most sequences in the batch.")
+    num_speculative_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="Most tokens of a sequence that a step drafts, by earlier text; they change no token. 0: "
+        "none.",
+    )
 
     @property
     def begins_as(self) -> tuple[Role, ...]:

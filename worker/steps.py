@@ -35,14 +35,14 @@ class Sequences:
 
     @property
     def request_ids(self) -> list[str]:
-        return [sequence.request_id for sequence in self.step.sequences]
+        return [sequence.request_id for sequence in self.step.members]
 
     def fail(self, error: Exception, shared: bool) -> None:
         self.core.fail_step(self.step, f"decode failed: {error}", shared)
 
     def shrink(self, error: Exception) -> None:
         warning = "a decode step of %d sequences ran out of memory, half of them leave: %s"
-        _log.warning(warning, len(self.step.sequences), error)
+        _log.warning(warning, len(self.step.members), error)
         self.core.shrink_step(self.step)
 
 

@@ -54,6 +54,8 @@ WORKER_COUNTERS = {
     "full_step_tokens": "Prompt tokens of a prefill worker's full steps.",
     "full_step_seconds": "Seconds of these.",
     "step_sequences": "Sequences in a worker's steps; by splitserve_worker_steps_total: the mean batch size.",
+    "draft_tokens": "Tokens that a decode worker has drafted.",
+    "accepted_tokens": "Of these, tokens that were right.",
     "gpu_energy_joules": "Energy of a worker's GPU.",
     "gpu_nvlink_receive_bytes": "Bytes received over NVLink.",
     "gpu_nvlink_transmit_bytes": "Bytes sent over NVLink.",

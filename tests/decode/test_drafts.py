@@ -1,0 +1,434 @@
+"""Drafts change no token: whatever is accepted or rejected, and whatever happens meanwhile, an answer is what
+one token at a time gives, and no block that a prefix cache holds has a rejected token in it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve.decode.drafts import Drafts
+from splitserve.decode.rows import DecodeResult, DecodeStep
+from splitserve.decode.scheduler import MAX_IN_FLIGHT, DecodeScheduler
+from splitserve.decode.sequences import DecodeSequence
+from splitserve.decode.text_match import FIRST_RATE, TextMatch
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step.batch import SamplingState, StepOutput
+from splitserve.transport.messages.blocks import NO_BLOCK, chain
+from splitserve.transport.messages.messages import SamplingParams, u32
+
+BLOCK, EOS, MAX_LEN, ROOT = 4, 10, 96, b"root"
+
+
+def next_token(text: list[int]) -> int:
+    """Of a text that mostly goes round in a circle, and now and then does not."""
+    x = sum((i + 1) * token for i, token in enumerate(text))
+    return (x * 17 + 7) % 11 if x % 9 == 0 else (text[-1] * 3 + 1) % 7
+
+
+def answer(prompt: list[int], max_tokens: int) -> list[int]:
+    text = [*prompt]
+    while (done := text[len(prompt) :]) == [] or (len(done) < max_tokens and done[-1] != EOS):
+        text.append(next_token(text))
+    return done
+
+
+class Bench:
+    """A scheduler, and a device whose next tokens come from the slots that a row's block table names."""
+
+    def __init__(self, num_blocks: int = 40, num_tokens: int = 4, window: int = 0) -> None:
+        self.scheduler = DecodeScheduler(
+            BlockManager(num_blocks), BLOCK, 8, MAX_LEN, frozenset([EOS]), window, Drafts(num_tokens, 16)
+        )
+        self.slots = [-1] * (num_blocks * BLOCK)
+        self.queue: deque[DecodeStep] = deque()
+        self.sampled = np.empty(0, np.int32)
+        self.states: dict[int, tuple[SamplingState, int]] = {}
+        self.ended: dict[int, str] = {}
+        self.drafted = self.accepted = 0
+
+    def join(
+        self, dispatch: int, prompt: list[int], max_tokens: int, **more: object
+    ) -> DecodeSequence | None:
+        scheduler, num_blocks = self.scheduler, -(-len(prompt) // BLOCK)
+        if scheduler.num_running == 5 or (blocks := scheduler.blocks.allocate(num_blocks)) is None:
+            return None
+        for at, token in enumerate(prompt):
+            self.slots[blocks[at // BLOCK] * BLOCK + at % BLOCK] = token
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)  # type: ignore[arg-type]
+        state = SamplingState(params, prompt, [next_token(prompt)])
+        hashes = chain(ROOT, u32(prompt), BLOCK)
+        scheduler.blocks.commit_all(blocks[: len(hashes)], hashes, ROOT)
+        last = hashes[-1] if hashes else ROOT
+        scheduler.join((1, dispatch), f"r{dispatch}", state, blocks, last, 100.0)
+        self.states[dispatch] = state, max_tokens
+        return scheduler.running[1, dispatch]
+
+    def schedule(self) -> DecodeStep | None:
+        step = self.scheduler.schedule()
+        for sequence in self.scheduler.preempted:
+            self.ended[sequence.key[1]] = "preempted"
+        self.scheduler.preempted.clear()
+        if step is not None:
+            drafts = {len(other.members) < len(other.sequences) for other in (*self.queue, step)}
+            assert len(self.queue) < (1 if True in drafts else MAX_IN_FLIGHT), "drafts need the newest tokens"
+            self.queue.append(step)
+            slots = step.batch.slot_mapping.tolist()
+            assert len(set(slots)) == len(slots)
+            for slot in slots:
+                assert self.scheduler.blocks._references[slot // BLOCK] == 1
+        return step
+
+    def run(self) -> tuple[DecodeStep, DecodeResult]:
+        """Every row writes its slot before any row reads, as in each layer of a model."""
+        step = self.queue.popleft()
+        batch = step.batch
+        assert batch.fed_from is not None
+        tokens = np.where(batch.fed_from >= 0, np.append(self.sampled, 0)[batch.fed_from], batch.token_ids)
+        for slot, token in zip(batch.slot_mapping.tolist(), tokens.tolist(), strict=True):
+            self.slots[slot] = token
+        rows = zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), step.sequences, strict=True)
+        self.sampled = np.array([self._sample(*row) for row in rows], np.int32)
+        result = self.scheduler.complete(step, StepOutput(self.sampled))
+        for row, reason in result.finished.items():
+            self.ended[step.sequences[row].key[1]] = reason
+        num = len(step.members)
+        self.drafted += step.num_draft_tokens
+        self.accepted += step.num_draft_tokens - sum(row >= num for row in result.dropped)
+        return step, result
+
+    def fail(self, how: str) -> None:
+        step = self.queue.popleft()
+        gone = self.scheduler.separate(step) if how == "separate" else self.scheduler.shrink(step)
+        for sequence in gone:
+            self.ended[sequence.key[1]] = how
+        while self.queue:
+            self.scheduler.skip(self.queue.popleft())
+
+    def finish(self) -> None:
+        """Run until no sequence is left, one step ahead where that is possible."""
+        for _ in range(3000):
+            self.schedule()
+            self.schedule()
+            if not self.queue:
+                break
+            self.run()
+            self.check()
+        assert self.ended.keys() == self.states.keys()
+        assert self.scheduler.blocks.num_used == 0
+
+    def check(self) -> None:
+        for dispatch, (state, max_tokens) in self.states.items():
+            want = answer(list(state.prompt_token_ids), max_tokens)
+            assert state.output_token_ids == want[: len(state.output_token_ids)]
+            if self.ended.get(dispatch) in ("stop", "length"):
+                assert state.output_token_ids == want
+        known: set[bytes] = set()
+        for prompt, (state, _) in ((list(s[0].prompt_token_ids), s) for s in self.states.values()):
+            hashes = chain(ROOT, u32([*prompt, *state.output_token_ids]), BLOCK)
+            known.update(hashes)
+            for at, block_hash in enumerate(hashes):
+                if (block := self.scheduler.blocks._block_of.get(block_hash)) is not None:
+                    text = [*prompt, *state.output_token_ids][at * BLOCK : (at + 1) * BLOCK]
+                    assert self.slots[block * BLOCK : (block + 1) * BLOCK] == text
+        assert known.issuperset(self.scheduler.blocks.cached_hashes())
+
+    def _sample(self, table: list[int], length: int, sequence: DecodeSequence) -> int:
+        return next_token([self.slots[table[at // BLOCK] * BLOCK + at % BLOCK] for at in range(length)])
+
+
+CIRCLE = [1, 4, 6, 5, 2, 0, 1, 4, 6, 5]
+
+
+@pytest.mark.timeout(120)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_blocks=st.integers(12, 40), num_tokens=st.integers(1, 6))
+def test_any_order_of_events_gives_the_same_answers(
+    data: st.DataObject, num_blocks: int, num_tokens: int
+) -> None:
+    bench, dispatches = Bench(num_blocks, num_tokens), iter(range(1000))
+    often = ["schedule"] * 6 + ["run"] * 6 + ["join"] * 3
+    events = st.sampled_from([*often, "pause", "resume", "drop", "separate", "shrink"])
+    for event in data.draw(st.lists(events, max_size=60)):
+        held = [key[1] for key in bench.scheduler.held]
+        if event == "schedule":
+            bench.schedule()
+        elif event == "join":
+            prompt = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=9))
+            bench.join(next(dispatches), prompt, data.draw(st.integers(2, 40)))
+        elif event in ("run", "separate", "shrink"):
+            if bench.queue:
+                bench.run() if event == "run" else bench.fail(event)
+        elif held:
+            dispatch = data.draw(st.sampled_from(held))
+            getattr(bench.scheduler, event)((1, dispatch))
+            if event == "drop":
+                bench.ended[dispatch] = "dropped"
+        bench.check()
+    for key in bench.scheduler.held:
+        bench.scheduler.resume(key)
+    bench.finish()
+
+
+def test_drafts_are_accepted_and_rejected_and_save_steps() -> None:
+    steps = {}
+    for num_tokens in (0, 4):
+        bench, steps[num_tokens] = Bench(num_tokens=num_tokens), 0
+        bench.join(1, CIRCLE, 60, ignore_eos=True)
+        while bench.schedule() is not None:
+            bench.run()
+            steps[num_tokens] += 1
+        assert bench.ended == {1: "length"}
+        state = bench.states[1][0]
+        text = [*CIRCLE]
+        while len(text) < len(CIRCLE) + 60:
+            text.append(next_token(text))
+        assert state.output_token_ids == text[len(CIRCLE) :]
+    assert steps[0] == 59
+    assert steps[4] < 40
+    assert bench.drafted > bench.accepted > 0
+    assert bench.accepted == 59 - steps[4]
+
+
+def drafting(bench: Bench, **more: object) -> tuple[DecodeSequence, DecodeStep]:
+    """A sequence whose next step has drafts of three tokens or more."""
+    sequence = bench.join(1, [*CIRCLE, *CIRCLE[4:6]], 40, **more)
+    assert sequence is not None
+    while (step := bench.schedule()) is not None and step.num_draft_tokens < 3:
+        bench.run()
+    assert step is not None
+    return sequence, step
+
+
+def complete(bench: Bench, step: DecodeStep, tokens: list[int]) -> DecodeResult:
+    bench.queue.clear()
+    return bench.scheduler.complete(step, StepOutput(np.array(tokens, np.int32)))
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_the_first_token_that_differs_is_the_last_of_its_step(accepted: int) -> None:
+    bench = Bench()
+    sequence, step = drafting(bench)
+    before, k = len(sequence.state.output_token_ids), step.num_draft_tokens
+    sampled = [*step.batch.token_ids[1:].tolist(), 8]
+    if accepted < k:
+        sampled[accepted:] = [8] * (k + 1 - accepted)
+    result = complete(bench, step, sampled)
+    assert sequence.state.output_token_ids[before:] == sampled[: accepted + 1]
+    assert result.dropped == list(range(accepted + 1, k + 1))
+    assert len(sequence.blocks) == -(-(sequence.state.position - 1) // BLOCK), (
+        "no block for what was rejected"
+    )
+    step_after = bench.schedule()
+    assert step_after is not None
+    assert step_after.batch.positions[0] == sequence.state.position - 1
+    assert step_after.batch.token_ids[0] == sampled[accepted]
+
+
+def test_nothing_counts_behind_a_rejected_token_though_it_is_drafted_later() -> None:
+    bench = Bench()
+    sequence, step = drafting(bench)
+    before = len(sequence.state.output_token_ids)
+    later = int(step.batch.token_ids[2])
+    result = complete(bench, step, [later] * len(step.sequences))
+    assert sequence.state.output_token_ids[before:] == [later]
+    assert result.dropped == list(range(1, len(step.sequences)))
+
+
+def test_a_block_that_only_rejected_tokens_needed_is_given_back() -> None:
+    bench = Bench()
+    sequence, step = drafting(bench)
+    while (int(step.batch.positions[0]) + 1) % BLOCK or not step.num_draft_tokens:
+        bench.run()
+        again = bench.schedule()
+        assert again is not None
+        step = again
+    num_blocks = len(sequence.blocks)
+    complete(bench, step, [8] * len(step.sequences))
+    assert len(sequence.blocks) == num_blocks - 1
+
+
+def test_steps_are_made_ahead_but_for_those_with_drafts() -> None:
+    bench = Bench()
+    bench.join(1, CIRCLE, 60, ignore_eos=True)
+    num_steps = num_ahead = 0
+    while bench.schedule() is not None or bench.queue:
+        num_ahead += bench.schedule() is not None
+        bench.run()
+        num_steps += 1
+    assert num_steps < 50
+    assert bench.accepted == 59 - num_steps
+    assert num_ahead > 3
+
+
+def test_a_step_with_drafts_that_is_out_of_memory_is_run_without_them() -> None:
+    bench = Bench()
+    sequence, _ = drafting(bench)
+    bench.fail("shrink")
+    assert not sequence.ended
+    again = bench.schedule()
+    assert again is not None
+    assert again.sequences == [sequence]
+
+
+def test_one_sequence_with_drafts_is_alone_in_a_step_that_raises() -> None:
+    bench = Bench()
+    drafting(bench)
+    bench.fail("separate")
+    assert bench.ended == {1: "separate"}
+    assert bench.scheduler.blocks.num_used == 0
+
+
+def test_an_end_token_ends_the_sequence_in_the_middle_of_its_drafts() -> None:
+    bench = Bench()
+    sequence, step = drafting(bench)
+    sampled = [int(step.batch.token_ids[1]), EOS, *step.batch.token_ids[3:].tolist(), 8]
+    result = complete(bench, step, sampled)
+    assert result.finished == {1: "stop"}
+    assert sequence.state.output_token_ids[-1] == EOS
+    assert bench.scheduler.blocks.num_used == 0
+
+
+def test_no_draft_goes_beyond_max_tokens() -> None:
+    bench = Bench()
+    sequence, step = drafting(bench)
+    while not sequence.ended:
+        assert int(step.indices.max()) <= sequence.last_index
+        bench.run()
+        step = bench.schedule() or step
+    assert len(sequence.state.output_token_ids) in (40, len(answer([*CIRCLE, *CIRCLE[4:6]], 40)))
+
+
+def test_without_a_free_block_drafts_stay_in_the_blocks_that_are_there() -> None:
+    bench = Bench(num_blocks=12)
+    bench.join(1, CIRCLE, 30)
+    taken = bench.scheduler.blocks.allocate(bench.scheduler.blocks.num_available - 1)
+    assert taken
+    for _ in range(12):
+        if (step := bench.schedule()) is None:
+            break
+        for sequence in step.members:
+            position = int(step.batch.positions[0])
+            assert len(sequence.blocks) == position // BLOCK + 1
+        if bench.scheduler.blocks.num_available == 0:
+            bench.scheduler.blocks.release(taken[-1:])
+            taken.pop()
+        bench.run()
+        bench.check()
+    assert not bench.scheduler.preempted
+    assert "preempted" not in bench.ended.values()
+    assert bench.drafted
+
+
+def test_a_sequence_that_is_cancelled_in_flight_leaves_nothing() -> None:
+    bench = Bench()
+    sequence, step = drafting(bench)
+    bench.scheduler.drop(sequence.key)
+    assert bench.scheduler.blocks.num_used > 0, "the step writes its blocks"
+    _, result = bench.run()
+    assert result.dropped == list(range(len(step.sequences)))
+    assert bench.scheduler.blocks.num_used == 0
+
+
+def test_a_sequence_is_renamed_in_all_rows_of_a_step() -> None:
+    bench = Bench()
+    sequence, step = drafting(bench)
+    bench.scheduler.rename(sequence, (2, 77), "other", 100.0)
+    assert step.dispatches.tolist() == [77] * len(step.sequences)
+
+
+@pytest.mark.parametrize("more", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"grammar": b"g"}])
+def test_where_a_token_depends_on_more_than_its_text_none_is_drafted(more: dict[str, object]) -> None:
+    bench = Bench()
+    bench.join(1, CIRCLE, 30, **more)
+    while bench.schedule() is not None:
+        bench.run()
+    assert bench.drafted == 0
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_blocks_leave_the_window_when_they_are_behind_what_was_accepted(accepts: bool) -> None:
+    window = 6
+    bench = Bench(window=window)
+    sequence, step = drafting(bench)
+    at_first, num_drafts = (sequence.state.position - window) // BLOCK, 0
+    while True:
+        num_drafts += step.num_draft_tokens
+        tokens = [*step.batch.token_ids[1:].tolist(), 8]
+        if not accepts:
+            tokens = [(sequence.state.output_token_ids[-1] * 3 + 1) % 7, *[8] * (len(tokens) - 1)]
+        complete(bench, step, tokens)
+        if sequence.ended:
+            break
+        first = max(0, sequence.state.position - window) // BLOCK
+        assert NO_BLOCK not in sequence.blocks[first:]
+        assert set(sequence.blocks[at_first : first - 1]) <= {NO_BLOCK}
+        again = bench.schedule()
+        assert again is not None
+        step = again
+    assert num_drafts
+
+
+def test_text_that_never_repeats_is_made_ahead() -> None:
+    bench = Bench()
+    sequence = bench.join(1, [1], 60)
+    assert sequence is not None
+    for token in range(11, 40):
+        step = bench.schedule()
+        assert step is not None
+        assert not step.num_draft_tokens
+        assert bench.scheduler.schedule() is not None, "two are in flight"
+        for made in list(bench.scheduler._in_flight):
+            tokens = np.array([1000 + 2 * token + (made is not step)], np.int32)
+            bench.scheduler.complete(made, StepOutput(tokens))
+        bench.queue.clear()
+
+
+def test_a_match_that_never_holds_is_given_up() -> None:
+    """Without rows: the rate of hits is known of each token that comes."""
+    state = SamplingState(SamplingParams(max_tokens=500), [1, 2, 3, 4] * 5, [1])
+    match = TextMatch(state)
+    for turn in range(40):
+        match.read()
+        state.output_token_ids += [2, 3, 50 + turn, 1]
+    match.read()
+    assert match.rate < FIRST_RATE / 4
+
+
+def test_a_match_follows_the_newest_place_and_goes_round() -> None:
+    state = SamplingState(SamplingParams(max_tokens=50), [5, 6, 7, 1, 5, 6, 7, 2], [5, 6, 7])
+    match = TextMatch(state)
+    assert match.read()
+    assert match.draft(3, frozenset()) == [2, 5, 6]
+    assert match.draft(3, frozenset([5])) == [2]
+    state.output_token_ids += [8, 9, 8, 9, 8, 9]
+    assert match.read()
+    assert match.draft(5, frozenset()) == [8, 9, 8, 9, 8]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_prompts_match_too(length: int) -> None:
+    state = SamplingState(SamplingParams(max_tokens=50), [0] * length, [0] * 6)
+    match = TextMatch(state)
+    assert match.read()
+    assert match.draft(2, frozenset()) == [0, 0]
+
+
+@pytest.mark.timeout(60)
+def test_a_token_after_a_long_prompt_costs_no_more_than_after_a_short_one() -> None:
+    seconds = []
+    for length in (1000, 200_000):
+        state = SamplingState(SamplingParams(max_tokens=50), np.arange(length).tolist(), [1])
+        match = TextMatch(state)
+        best = float("inf")
+        for turn in range(200):
+            state.output_token_ids.append((turn * 7919) % length)
+            start = time.perf_counter()
+            match.read()
+            best = min(best, time.perf_counter() - start)
+        seconds.append(best)
+    assert seconds[1] < 10 * seconds[0] + 1e-4
