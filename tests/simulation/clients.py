@@ -82,8 +82,10 @@ class Clients:
         sampling = request.sampling
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else EOS)
         bounds = sampling.max_tokens, sampling.min_tokens, stops, MAX_MODEL_LEN
-        window = self.world.scenario.cluster.window
-        expected, reason = expected_output(request.prompt_token_ids, *bounds, window)
+        cluster = self.world.scenario.cluster
+        expected, reason = expected_output(
+            request.prompt_token_ids, *bounds, cluster.window, bool(cluster.drafts)
+        )
         client = Client(request, coordinator, expected, reason)
         request.sink = ClientSink(self, client)
         self.all[request.request_id] = self.pending[request.request_id] = client

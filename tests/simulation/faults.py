@@ -86,6 +86,7 @@ class Cluster:
     num_borrowing: int = 0  # processes that borrow, besides; half of them prefer prefill
     prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
     window: int = 0  # tokens that a token of the model attends to, 2 or more; 0: all
+    drafts: int = 0  # tokens that are drafted of a sequence; then the model mostly repeats prompts
     next: float = 0.0  # share of processes, at each start, that are of the next build
     store: bool = False  # evicted blocks go to a folder of all workers
     num_far: int = 0  # workers, besides, of a build that is no neighbour; one half are decode workers

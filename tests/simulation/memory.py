@@ -12,8 +12,9 @@ from splitserve.transport.messages.messages import TokenLogprobs
 class Memory:
     """One value a token and layer: ``values[(block * NUM_LAYERS + layer) * block_size + offset]``."""
 
-    def __init__(self, num_blocks: int, block_size: int, window: int = 0) -> None:
-        self.block_size, self.window = block_size, window
+    def __init__(self, num_blocks: int, block_size: int, window: int = 0, repeats: bool = False) -> None:
+        """``repeats``: whether the model mostly repeats prompts."""
+        self.block_size, self.window, self.repeats = block_size, window, repeats
         self.values = [-1 - i for i in range(num_blocks * NUM_LAYERS * block_size)]
         self._sums: list[int | None] = [None] * num_blocks  # known until the block is written again
         self._checksums: list[int | None] = [None] * num_blocks  # likewise
@@ -48,7 +49,10 @@ class Memory:
         tokens, logprobs, prompt_logprobs = [], {}, {}
         rows = zip(batch.sampling, batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True)
         for row, (state, table, length) in enumerate(rows):
-            token = -1 if state is None else next_token(self._total(table, length))
+            token = -1
+            if state is not None:
+                repeated = state.prompt_token_ids if self.repeats else ()
+                token = next_token(self._total(table, length), repeated, length)
             tokens.append(token)
             if state is not None and state.params.logprobs is not None:
                 logprobs[row] = TokenLogprobs(logprob(token))

@@ -42,9 +42,11 @@ def deeper(kv: int) -> int:
     return (3 * kv + 7) & MASK
 
 
-def next_token(total: int) -> int:
-    """``total``: the sum of all slots."""
-    return mix(total & MASK, 1) % VOCABULARY
+def next_token(total: int, repeated: Sequence[int], position: int) -> int:
+    """``total``: the sum of all slots. ``repeated``: what the model mostly repeats, token by token; empty:
+    nothing."""
+    x = mix(total & MASK, 1)
+    return repeated[position % len(repeated)] if repeated and x % 8 else x % VOCABULARY
 
 
 def logprob(token: int) -> float:
@@ -58,6 +60,7 @@ def expected_output(
     stops: frozenset[int],
     max_model_len: int,
     window: int = 0,
+    repeats: bool = False,
 ) -> tuple[list[int], str]:
     """What a run without faults answers, and why it ends: a pure function of the request."""
     output: list[int] = []
@@ -65,7 +68,8 @@ def expected_output(
     values = first_layer(0, prompt)
     while longest:
         seen = values[-window:]
-        token = next_token(FACTOR * sum(seen) + SUMMAND * len(seen))
+        total = FACTOR * sum(seen) + SUMMAND * len(seen)
+        token = next_token(total, prompt if repeats else (), len(prompt) + len(output))
         output.append(token)
         if token in stops and len(output) > min_tokens:
             return output, "stop"

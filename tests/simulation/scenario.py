@@ -136,6 +136,15 @@ NAMED = {
         Faults(spill_every=0.2, kill_every=0.8, freeze_every=1.0, drain_every=1.0, late=0.02, cancel=0.1),
         Cluster(num_mixed=1, num_flexible=1, prefill_blocks=40, decode_blocks=60, store=True),
     ),
+    "drafts": Scenario(
+        replace(MIXED, drain_every=0.5, step_error=0.01, step_no_memory=0.01, coordinator_restart_every=2.0),
+        Cluster(num_mixed=1, num_flexible=1, prefill_blocks=60, decode_blocks=40, drafts=4),
+        keyed=0.5,
+    ),
+    "drafts in a window": Scenario(
+        replace(MIXED, drain_every=0.5, step_error=0.01, step_no_memory=0.01),
+        Cluster(num_mixed=1, prefill_blocks=45, decode_blocks=24, window=18, drafts=6),
+    ),
     "patience": Scenario(
         Faults(
             step_error=0.03,
@@ -234,6 +243,7 @@ def draw_scenario(seed: int) -> Scenario:
         num_coordinators=random.choice([1, 1, 2, 3]),
         prefill_ahead=random.choice([0.0, 0.5, 1.0]),
         window=Random(f"window {seed}").choice([0, 0, 0, 2, 18, 40]),
+        drafts=Random(f"drafts {seed}").choice([0, 0, 0, 4]),
         next=Random(f"next {seed}").choice([0.0, 0.0, 0.0, 0.3, 0.7]),
         store=Random(f"store {seed}").random() < 0.4,
         num_far=Random(f"far {seed}").choice([0, 0, 0, 0, 0, 2]),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from simulation.model import NUM_LAYERS
 
+from splitserve.decode.rows import DecodeStep
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.engine.step.step_thread import Finished, OnLayer
 from splitserve.transport.messages.blocks import num_behind
@@ -163,8 +164,17 @@ class VirtualStepDevice:
         process.poll()
 
     def _finish(self, submitted: Submitted, finished: Finished[RunningStep]) -> None:
+        if submitted.step.sequences is not None and finished.output is not None:
+            self._count_drafts(submitted.step.sequences.step, finished.output)
         self._process.blocks.end_step(submitted.step)
         self._outbox.append(finished)
+
+    def _count_drafts(self, step: DecodeStep, output: StepOutput) -> None:
+        num_seqs = len(step.members)
+        for row, sequence in list(enumerate(step.sequences))[num_seqs:]:
+            before = row - 1 if step.sequences[row - 1] is sequence else step.members.index(sequence)
+            right = output.token_ids[before] == step.batch.token_ids[row]
+            self._world.counts[f"drafted tokens that were {'right' if right else 'wrong'}"] += 1
 
     def _token_ids(self, batch: Batch) -> list[int]:
         """Return the batch's tokens, with those that the step before has sampled for it."""

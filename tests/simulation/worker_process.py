@@ -86,7 +86,7 @@ class WorkerProcess(Process):
         self.build = world.builds.drawn(name, self.pid)
         cluster = world.scenario.cluster
         self.model = replace(MODEL, window=cluster.window)
-        self.memory = Memory(num_blocks, BLOCK_SIZE, cluster.window)
+        self.memory = Memory(num_blocks, BLOCK_SIZE, cluster.window, bool(cluster.drafts))
         self.writers: dict[Process, Counter[int]] = {}  # that are copying into these blocks of ours
         self.blocks = WatchedBlocks(num_blocks, self)
         self.hung_until = self.slow_until = 0.0
@@ -217,6 +217,7 @@ class WorkerProcess(Process):
             start_as=self.home or self.latest,
             borrow=bool(self.home),
             max_num_seqs=cluster.max_num_seqs,
+            num_speculative_tokens=cluster.drafts,
             max_batch_tokens=cluster.max_batch_tokens,
             listen="tcp://*:*",
             drain_timeout_s=DRAIN_S,
