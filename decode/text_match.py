@@ -1,4 +1,4 @@
-"""Where a sequence's newest tokens stood before in its own text: prompt lookup, a token at a time. Pure."""
+"""Prompt lookup: finds the newest tokens of a sequence where its own text had them before. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY_MASK = (1 << NUM_MATCHED * BITS) - 1
 
 
 class TextMatch:
-    """Where a sequence's text repeats itself: its prompt's n-grams are sorted, those of its output hashed."""
+    """Finds repetitions in one sequence's text: of the prompt n-grams are sorted, of the output hashed."""
 
     def __init__(self, state: SamplingState) -> None:
         self._prompt, self._output = state.prompt_token_ids, state.output_token_ids

@@ -1,22 +1,25 @@
 """Output tokens a second of decode steps with drafts and without, by turns in one run.
 
-    python -m splitserve.bench.kernels.drafts [--models 125m,500m] [--dtypes bfloat16] [--rounds 3] [--json FILE]
+    python -m splitserve.bench.kernels.drafts [--models 125m,500m] [--dtypes bfloat16] [--batches 1,4,8] \\
+        [--rounds 5] [--json FILE]
 
-The model is random and takes its real time, but the answers are texts, put in place of its tokens, so that what
-is accepted is what such a text gives:
+The model is random and takes its real time. The answers are texts, put in place of its tokens: so what is
+accepted is what such a text gives.
 
     edit    the prompt is a file of this repository, the answer the same file with one name in it changed
     quote   the prompt is documentation, the answer quotes a third of it between tokens that are new
     prose   the answer goes on in the documentation that the prompt begins
     new     no three tokens repeat
 
-Scheduler, step thread and runner are those of a worker; nothing is sent. ``rate``: of drafted tokens, those
-accepted; ``rows``: drafted tokens for each output token.
+Scheduler, step thread and runner are those of a worker; nothing is sent. Speeds are medians of all
+rounds; ``ratio`` is the median of the rounds' ratios, which the machine's own changes touch less.
+``accepted``: share of drafted tokens; ``drafted``: tokens for each output token.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import tempfile
 import threading
@@ -28,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from ...decode.drafts import CHEAP_ROWS, Drafts
+from ...decode.rows import DecodeStep
 from ...decode.scheduler import DecodeScheduler
 from ...engine.cache.block_manager import BlockManager
 from ...engine.step.batch import Batch, SamplingState, StepOutput
@@ -51,8 +55,8 @@ class Row:
     off: float  # tokens/s
     on: float
     ratio: float
-    rate: float
-    rows: float
+    accepted: float
+    drafted: float
 
 
 def texts(kind: str, draw: random.Random) -> list[int]:
@@ -105,7 +109,7 @@ def tokens_per_s(runner: ModelRunner, scripts: list[list[int]], num_tokens: int)
         states.append(state)
     woken = threading.Event()
     half = runner.config.num_layers // 2
-    steps = StepThread(Scripted(runner, by_state), woken.set, ahead_at_layer=half)  # type: ignore[var-annotated]
+    steps = StepThread[DecodeStep](Scripted(runner, by_state), woken.set, ahead_at_layer=half)
     drafted = accepted = 0
     start = time.perf_counter()
     while scheduler.num_running:
@@ -131,8 +135,8 @@ def main() -> None:
     parser.add_argument("--models", default="125m,500m")
     parser.add_argument("--dtypes", default="bfloat16")
     parser.add_argument("--texts", default="edit,quote,prose,new")
-    parser.add_argument("--batches", default="1,2,4,8,16")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", default="1,4,8")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="--num-speculative-tokens")
     options = parser.parse_args()
     record, rows = {"environment": environment()}, []
@@ -141,30 +145,30 @@ def main() -> None:
             runner = make_runner(Path(folder), model, dtype, exact=False, num_blocks=1024)
             for batch, kind in product(map(int, options.batches.split(",")), options.texts.split(",")):
                 scripts = [texts(kind, random.Random(seed)) for seed in range(batch)]
-                off, on, drafted, accepted = [], [], 0, 0
-                for _ in range(options.rounds):
-                    off.append(tokens_per_s(runner, scripts, 0)[0])
-                    speed, drafted, accepted = tokens_per_s(runner, scripts, options.tokens)
-                    on.append(speed)
+                off, on = list[float](), list[float]()
+                drafted = accepted = 0
+                for turn in range(options.rounds):
+                    for with_drafts in (False, True) if turn % 2 else (True, False):
+                        most = options.tokens if with_drafts else 0
+                        speed, *counts = tokens_per_s(runner, scripts, most)
+                        (on if with_drafts else off).append(speed)
+                        if with_drafts:
+                            drafted, accepted = counts
                 ratio = statistics.median(b / a for a, b in zip(off, on, strict=True))
-                rows.append(
-                    Row(
-                        model, dtype, kind, batch, statistics.median(off), statistics.median(on), ratio,
-                        accepted / max(1, drafted), drafted / (batch * (ANSWER - 1)),
-                    )
+                row = Row(
+                    model, dtype, kind, batch, statistics.median(off), statistics.median(on), ratio,
+                    accepted / max(1, drafted), drafted / (batch * (ANSWER - 1)),
                 )  # fmt: skip
-                r = rows[-1]
+                rows.append(row)
                 print(
-                    f"{model} {dtype} {kind:6} batch {batch:2}: {r.off:6.0f} -> {r.on:6.0f} tokens/s, "
-                    f"x{r.ratio:.2f}, rate {r.rate:.2f}, rows {r.rows:.2f}",
+                    f"{model} {dtype} {kind:6} batch {batch:2}: {row.off:6.0f} -> {row.on:6.0f} tokens/s, "
+                    f"x{row.ratio:.2f}, accepted {row.accepted:.2f}, drafted {row.drafted:.2f}",
                     flush=True,
                 )
     write_record(options.json, record | {"rows": [asdict(row) for row in rows]})
 
 
 def _tokens(path: Path) -> list[int]:
-    import re
-
     parts = re.findall(r"\w+|\s+|[^\w\s]", path.read_text())
     known: dict[str, int] = {}
     return [3 + known.setdefault(part, len(known)) for part in parts]

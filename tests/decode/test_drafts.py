@@ -3,143 +3,16 @@ one token at a time gives, and no block that a prefix cache holds has a rejected
 
 from __future__ import annotations
 
-import time
-from collections import deque
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.drafting import BLOCK, EOS, Bench, answer, next_token
 
-from splitserve.decode.drafts import Drafts
 from splitserve.decode.rows import DecodeResult, DecodeStep
-from splitserve.decode.scheduler import MAX_IN_FLIGHT, DecodeScheduler
 from splitserve.decode.sequences import DecodeSequence
-from splitserve.decode.text_match import FIRST_RATE, TextMatch
-from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.step.batch import SamplingState, StepOutput
-from splitserve.transport.messages.blocks import NO_BLOCK, chain
-from splitserve.transport.messages.messages import SamplingParams, u32
-
-BLOCK, EOS, MAX_LEN, ROOT = 4, 10, 96, b"root"
-
-
-def next_token(text: list[int]) -> int:
-    """Of a text that mostly goes round in a circle, and now and then does not."""
-    x = sum((i + 1) * token for i, token in enumerate(text))
-    return (x * 17 + 7) % 11 if x % 9 == 0 else (text[-1] * 3 + 1) % 7
-
-
-def answer(prompt: list[int], max_tokens: int) -> list[int]:
-    text = [*prompt]
-    while (done := text[len(prompt) :]) == [] or (len(done) < max_tokens and done[-1] != EOS):
-        text.append(next_token(text))
-    return done
-
-
-class Bench:
-    """A scheduler, and a device whose next tokens come from the slots that a row's block table names."""
-
-    def __init__(self, num_blocks: int = 40, num_tokens: int = 4, window: int = 0) -> None:
-        self.scheduler = DecodeScheduler(
-            BlockManager(num_blocks), BLOCK, 8, MAX_LEN, frozenset([EOS]), window, Drafts(num_tokens, 16)
-        )
-        self.slots = [-1] * (num_blocks * BLOCK)
-        self.queue: deque[DecodeStep] = deque()
-        self.sampled = np.empty(0, np.int32)
-        self.states: dict[int, tuple[SamplingState, int]] = {}
-        self.ended: dict[int, str] = {}
-        self.drafted = self.accepted = 0
-
-    def join(
-        self, dispatch: int, prompt: list[int], max_tokens: int, **more: object
-    ) -> DecodeSequence | None:
-        scheduler, num_blocks = self.scheduler, -(-len(prompt) // BLOCK)
-        if scheduler.num_running == 5 or (blocks := scheduler.blocks.allocate(num_blocks)) is None:
-            return None
-        for at, token in enumerate(prompt):
-            self.slots[blocks[at // BLOCK] * BLOCK + at % BLOCK] = token
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)  # type: ignore[arg-type]
-        state = SamplingState(params, prompt, [next_token(prompt)])
-        hashes = chain(ROOT, u32(prompt), BLOCK)
-        scheduler.blocks.commit_all(blocks[: len(hashes)], hashes, ROOT)
-        last = hashes[-1] if hashes else ROOT
-        scheduler.join((1, dispatch), f"r{dispatch}", state, blocks, last, 100.0)
-        self.states[dispatch] = state, max_tokens
-        return scheduler.running[1, dispatch]
-
-    def schedule(self) -> DecodeStep | None:
-        step = self.scheduler.schedule()
-        for sequence in self.scheduler.preempted:
-            self.ended[sequence.key[1]] = "preempted"
-        self.scheduler.preempted.clear()
-        if step is not None:
-            drafts = {len(other.members) < len(other.sequences) for other in (*self.queue, step)}
-            assert len(self.queue) < (1 if True in drafts else MAX_IN_FLIGHT), "drafts need the newest tokens"
-            self.queue.append(step)
-            slots = step.batch.slot_mapping.tolist()
-            assert len(set(slots)) == len(slots)
-            for slot in slots:
-                assert self.scheduler.blocks._references[slot // BLOCK] == 1
-        return step
-
-    def run(self) -> tuple[DecodeStep, DecodeResult]:
-        """Every row writes its slot before any row reads, as in each layer of a model."""
-        step = self.queue.popleft()
-        batch = step.batch
-        assert batch.fed_from is not None
-        tokens = np.where(batch.fed_from >= 0, np.append(self.sampled, 0)[batch.fed_from], batch.token_ids)
-        for slot, token in zip(batch.slot_mapping.tolist(), tokens.tolist(), strict=True):
-            self.slots[slot] = token
-        rows = zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), step.sequences, strict=True)
-        self.sampled = np.array([self._sample(*row) for row in rows], np.int32)
-        result = self.scheduler.complete(step, StepOutput(self.sampled))
-        for row, reason in result.finished.items():
-            self.ended[step.sequences[row].key[1]] = reason
-        num = len(step.members)
-        self.drafted += step.num_draft_tokens
-        self.accepted += step.num_draft_tokens - sum(row >= num for row in result.dropped)
-        return step, result
-
-    def fail(self, how: str) -> None:
-        step = self.queue.popleft()
-        gone = self.scheduler.separate(step) if how == "separate" else self.scheduler.shrink(step)
-        for sequence in gone:
-            self.ended[sequence.key[1]] = how
-        while self.queue:
-            self.scheduler.skip(self.queue.popleft())
-
-    def finish(self) -> None:
-        """Run until no sequence is left, one step ahead where that is possible."""
-        for _ in range(3000):
-            self.schedule()
-            self.schedule()
-            if not self.queue:
-                break
-            self.run()
-            self.check()
-        assert self.ended.keys() == self.states.keys()
-        assert self.scheduler.blocks.num_used == 0
-
-    def check(self) -> None:
-        for dispatch, (state, max_tokens) in self.states.items():
-            want = answer(list(state.prompt_token_ids), max_tokens)
-            assert state.output_token_ids == want[: len(state.output_token_ids)]
-            if self.ended.get(dispatch) in ("stop", "length"):
-                assert state.output_token_ids == want
-        known: set[bytes] = set()
-        for prompt, (state, _) in ((list(s[0].prompt_token_ids), s) for s in self.states.values()):
-            hashes = chain(ROOT, u32([*prompt, *state.output_token_ids]), BLOCK)
-            known.update(hashes)
-            for at, block_hash in enumerate(hashes):
-                if (block := self.scheduler.blocks._block_of.get(block_hash)) is not None:
-                    text = [*prompt, *state.output_token_ids][at * BLOCK : (at + 1) * BLOCK]
-                    assert self.slots[block * BLOCK : (block + 1) * BLOCK] == text
-        assert known.issuperset(self.scheduler.blocks.cached_hashes())
-
-    def _sample(self, table: list[int], length: int, sequence: DecodeSequence) -> int:
-        return next_token([self.slots[table[at // BLOCK] * BLOCK + at % BLOCK] for at in range(length)])
-
+from splitserve.engine.step.batch import StepOutput
+from splitserve.transport.messages.blocks import NO_BLOCK
 
 CIRCLE = [1, 4, 6, 5, 2, 0, 1, 4, 6, 5]
 
@@ -386,49 +259,3 @@ def test_text_that_never_repeats_is_made_ahead() -> None:
             tokens = np.array([1000 + 2 * token + (made is not step)], np.int32)
             bench.scheduler.complete(made, StepOutput(tokens))
         bench.queue.clear()
-
-
-def test_a_match_that_never_holds_is_given_up() -> None:
-    """Without rows: the rate of hits is known of each token that comes."""
-    state = SamplingState(SamplingParams(max_tokens=500), [1, 2, 3, 4] * 5, [1])
-    match = TextMatch(state)
-    for turn in range(40):
-        match.read()
-        state.output_token_ids += [2, 3, 50 + turn, 1]
-    match.read()
-    assert match.rate < FIRST_RATE / 4
-
-
-def test_a_match_follows_the_newest_place_and_goes_round() -> None:
-    state = SamplingState(SamplingParams(max_tokens=50), [5, 6, 7, 1, 5, 6, 7, 2], [5, 6, 7])
-    match = TextMatch(state)
-    assert match.read()
-    assert match.draft(3, frozenset()) == [2, 5, 6]
-    assert match.draft(3, frozenset([5])) == [2]
-    state.output_token_ids += [8, 9, 8, 9, 8, 9]
-    assert match.read()
-    assert match.draft(5, frozenset()) == [8, 9, 8, 9, 8]
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_short_prompts_match_too(length: int) -> None:
-    state = SamplingState(SamplingParams(max_tokens=50), [0] * length, [0] * 6)
-    match = TextMatch(state)
-    assert match.read()
-    assert match.draft(2, frozenset()) == [0, 0]
-
-
-@pytest.mark.timeout(60)
-def test_a_token_after_a_long_prompt_costs_no_more_than_after_a_short_one() -> None:
-    seconds = []
-    for length in (1000, 200_000):
-        state = SamplingState(SamplingParams(max_tokens=50), np.arange(length).tolist(), [1])
-        match = TextMatch(state)
-        best = float("inf")
-        for turn in range(200):
-            state.output_token_ids.append((turn * 7919) % length)
-            start = time.perf_counter()
-            match.read()
-            best = min(best, time.perf_counter() - start)
-        seconds.append(best)
-    assert seconds[1] < 10 * seconds[0] + 1e-4

@@ -1,10 +1,11 @@
 """With --exact, what a client receives is the same to the last bit whether a worker was killed in mid-stream
-or not."""
+or not, and whether tokens were drafted or not."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "greedy, logprobs": {"prompt": "once upon", "temperature": 0, "logprobs": 3},
     "sampled, three choices": {"prompt": "a time " * 9, "n": 3, "logprobs": 1, **SAMPLED},
     "sampled, penalties": {"prompt": "there was " * 20, "logprobs": 2, **SAMPLED, **PENALTIES},
+    "nearly greedy, logit bias": {
+        "prompt": "so on " * 30,
+        **SAMPLED,
+        "temperature": 0.4,
+        "logit_bias": {"65": 1},
+    },
     "greedy, long prompt": {"prompt": [(i * 13 + i // 7) % 250 for i in range(700)], "temperature": 0},
 }
 Answer = dict[int, dict[str, Any]]
@@ -35,21 +42,25 @@ Answer = dict[int, dict[str, Any]]
 of timing.)"""
 
 
+ARGUMENTS = (
+    "--exact",
+    "--dtype",
+    "bfloat16",
+    "--prefill",
+    "2",
+    "--decode",
+    "2",
+    "--kv-cache-gib",
+    "0.1",
+    *NEVER_DEAD,
+)
+
+
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Path, PreTrainedModel]) -> Iterator[Cluster]:
-    arguments = (
-        "--exact",
-        "--dtype",
-        "bfloat16",
-        "--prefill",
-        "2",
-        "--decode",
-        "2",
-        "--kv-cache-gib",
-        "0.1",
-        *NEVER_DEAD,
-    )
-    with running(tiny[0], tmp_path_factory.mktemp("exact"), *arguments) as cluster:
+    with running(
+        tiny[0], tmp_path_factory.mktemp("exact"), *ARGUMENTS, "--decode-num-speculative-tokens", "0"
+    ) as cluster:
         yield cluster
 
 
@@ -128,3 +139,41 @@ def test_a_killed_worker_changes_no_bit(
         assert answers[name] == expected[name], name
     exact.wait_whole(2, 2)
     exact.wait_at_rest()
+
+
+@pytest.fixture(scope="module")
+def drafting(
+    tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Path, PreTrainedModel]
+) -> Iterator[Cluster]:
+    with running(
+        tiny[0], tmp_path_factory.mktemp("drafting"), *ARGUMENTS, "--decode-num-speculative-tokens", "4"
+    ) as cluster:
+        yield cluster
+
+
+def test_drafts_change_no_bit(
+    drafting: Cluster, bodies: dict[str, dict[str, Any]], expected: dict[str, Answer]
+) -> None:
+    """Alone, all at once, and with a decode worker killed."""
+    drafting.wait_whole(2, 2)
+    for name, body in bodies.items():
+        assert Streams(drafting, {name: body}).answers()[name] == expected[name], name
+    drafted, accepted = (_count(drafting, f"{what}_tokens") for what in ("draft", "accepted"))
+    assert drafted > accepted > 50
+    streams = Streams(drafting, bodies)
+    streams.wait_under_way()
+    os.kill(drafting.busy_worker("decode")["pid"], signal.SIGKILL)
+    answers = streams.answers()
+    for name in bodies:
+        assert answers[name] == expected[name], name
+    drafting.wait_whole(2, 2)
+    drafting.wait_at_rest()
+
+
+def _count(cluster: Cluster, counter: str) -> float:
+    """Sum it over all workers, once they have reported."""
+    cluster.wait_reported()
+    text = HTTP.get(f"{cluster.url}/metrics").text
+    found = re.findall(rf"^splitserve_worker_{counter}_total{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert found
+    return sum(map(float, found))
