@@ -73,6 +73,33 @@ def test_a_model_runs_the_same(family: str, tmp_path: Path, monkeypatch: pytest.
             assert step.logprobs[row].top_logprobs == pytest.approx(reported.top_logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "kernels", [TorchKernels(), CudaKernels(num_sms=1, prefill_shape=SMALL)], ids=["torch", "triton"]
+)
+def test_rows_of_a_step_see_the_drafts_before_them(
+    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    monkeypatch.setattr(loaded_model, "select_kernels", lambda *_, **__: kernels)
+    runner = ModelRunner(
+        engine_config(tmp_path, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    )
+    params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=3)
+    prompt, drafts = list(range(1, 15)), [7, 9, 4]
+    found = []
+    for blocks, at_once in (([5, 2, 33], False), ([50, 9, 12], True)):
+        rows = [HandSequence(prompt, blocks, params) for _ in drafts]
+        runner.execute(make_batch([(rows[0], len(prompt))], BLOCK_SIZE))
+        for count, row in enumerate(rows):
+            row.output, row.num_computed = drafts[: count + 1], len(prompt) + count
+        batches = [rows] if at_once else [[row] for row in rows]
+        outputs = [runner.execute(make_batch([(row, 1) for row in batch], BLOCK_SIZE)) for batch in batches]
+        found.append([entry for output in outputs for _, entry in sorted(output.logprobs.items())])
+    for one, other in zip(*found, strict=True):
+        assert one.top_ids == other.top_ids
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-5)
+
+
 def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

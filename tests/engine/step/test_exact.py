@@ -200,6 +200,30 @@ def test_in_one_step_with_others(runner: ModelRunner, expected: Request, params:
     raise AssertionError("too few steps")
 
 
+def test_with_drafts(runner: ModelRunner, expected: Request, params: SamplingParams) -> None:
+    """Four rows of a step are one sequence's next tokens; in every other step the second draft is wrong."""
+    request, is_wrong = Request(params, seed=5, place=4), False
+    prefill(runner, request, 1000)
+    while (at := len(request.sequence.output)) < NUM_TOKENS:
+        drafts = expected.sequence.output[at : at + 3]
+        if is_wrong := not is_wrong:
+            drafts[1:] = [(token + 1) % VOCAB_SIZE for token in drafts[1:]]
+        rows = []
+        for count in range(min(4, NUM_TOKENS - at)):
+            row = Request(params, seed=5, place=4)
+            row.sequence.output = request.sequence.output + drafts[:count]
+            row.sequence.num_computed = request.sequence.num_computed + count
+            rows.append(row)
+        step(runner, [(row, 1) for row in rows])
+        for count, row in enumerate(rows):
+            if drafts[:count] == expected.sequence.output[at : at + count]:
+                request.sequence.output.append(row.sequence.output[-1])
+                request.sequence.num_computed += 1
+                request.logits += row.logits
+                request.logprobs += row.logprobs
+    assert request.same(expected)
+
+
 def test_over_a_cached_prefix(runner: ModelRunner, expected: Request, params: SamplingParams) -> None:
     other = Request(GREEDY, seed=5, place=2)
     prefill(runner, other, 33)
