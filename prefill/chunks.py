@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -58,6 +58,11 @@ class PrefillSequence:
     def unscheduled(self) -> int:
         """Tokens that no step has taken along yet."""
         return self.num_tokens - self.num_scheduled
+
+    def left(self, block_size: int, match_prefix: Callable[[list[bytes]], int]) -> int:
+        """Unscheduled tokens; before it has started, without those that are cached now."""
+        hits = 0 if self.blocks else match_prefix(self.usable_hashes(block_size))
+        return self.unscheduled - hits * block_size
 
     @property
     def peer_id(self) -> PeerId:

@@ -8,11 +8,10 @@
     any      it is cancelled, and no step in flight has it  gone
 
 Order: requests that come back from a lost attempt first, for their streams stand still; then shortest
-remaining prompt first, where every second of waiting counts as ``aging`` tokens less, so that long prompts
-are not starved. A prompt takes all its blocks when it starts (two half-computed prompts can never block each
-other); one that has waited longer than ``starving_s`` for blocks keeps younger ones from taking them. A
-prompt whose next block is just being computed for another prompt waits for it instead of computing it twice.
-The last chunk waits for the grammar that its token must follow.
+remaining prompt first, cached tokens left out, where every second of waiting counts as ``aging`` tokens less,
+so that long prompts are not starved. A prompt takes all its blocks when it starts (two half-computed ones can
+never block each other); one that has waited longer than ``starving_s`` for blocks keeps younger ones from
+taking them. A prompt whose next block is computed for another waits; a last chunk waits for its grammar.
 
 Computed blocks stay until their decode worker has them. One that takes in too little keeps at most half of
 the pool in this way while there are prompts for others: it slows its own requests, not theirs."""
@@ -138,7 +137,8 @@ class PrefillScheduler:
         queue = _QueuePass(self, now) if self.waiting else None
         candidates = [*self.running.values(), *self.waiting.values()]
         if len(candidates) > 1:
-            candidates.sort(key=lambda s: prompt_rank(s.returns, s.unscheduled, now - s.arrival, self._aging))
+            size, match, aging = self.block_size, self.blocks.match_prefix, self._aging
+            candidates.sort(key=lambda s: prompt_rank(s.returns, s.left(size, match), now - s.arrival, aging))
         for sequence in candidates:
             if budget == 0 or len(chunks) == self._max_num_seqs:
                 break

@@ -74,6 +74,15 @@ def test_a_long_prompt_does_not_hold_up_a_short_one() -> None:
     assert run(scheduler, 0.1) == [2, 1]
 
 
+def test_a_prompt_that_is_cached_goes_before_a_shorter_one_that_is_not() -> None:
+    scheduler = make(budget=100)
+    scheduler.add(spec(1, list(range(100))), PEER, 0.0)
+    assert run(scheduler, 0.0) == [1]
+    scheduler.add(spec(2, [7] * 120), PEER, 0.1)
+    scheduler.add(spec(3, [*range(100), *[8] * 30]), PEER, 0.1)
+    assert run(scheduler, 0.1) == [3, 2]
+
+
 def test_a_decode_worker_that_takes_nothing_in_slows_only_its_own_requests() -> None:
     scheduler, other = make(num_blocks=16, budget=64), Peer(worker_id="e", incarnation=2, address="y")
     for i in range(4):
