@@ -102,7 +102,7 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
             self._actions.append(action)
         for received in self.receiver.take():
             if isinstance(received, PrefixOver):
-                for sequence in self._prefix_waits.over(received.key, self.scheduler.waiting):
+                for sequence in self._prefix_waits.over(received, self.scheduler.waiting):
                     self.stored.begin(sequence, self._heartbeat.tokens_per_s, now)
             self._actions.append(received)
 
@@ -253,7 +253,8 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         else:
             sequence = self.scheduler.add(spec, message.decode, now)
             if key not in self.receiver.leases.joined:  # else its prefix is here already
-                num_tokens = message.num_prefix_blocks * self.scheduler.block_size
+                num_blocks = message.num_prefix_blocks - self.blocks.match_prefix(sequence.hashes)
+                num_tokens = max(0, num_blocks) * self.scheduler.block_size
                 wait_s = self._prefix_waits.seconds(num_tokens, self._heartbeat.tokens_per_s, now)
                 sequence.prefix_by = now + wait_s if wait_s else 0.0
             if not sequence.prefix_by:

@@ -1,5 +1,5 @@
-"""How long a prompt waits for cached blocks of another worker: as long as they would take to compute. Pure;
-times in seconds.
+"""How long a prompt waits for cached blocks of another worker: as long as those that are missing here would
+take to compute. Pure; times in seconds.
 
 Blocks that come later are computed, so that a slow way costs each prompt its wait. After three in a row no
 prompt waits for a while; then one tries again."""
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from ..transport.handoff.protocol import Key
+from ..transport.handoff.protocol import Key, PrefixOver
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.messages.messages import HASH_BYTES, Message, Offer, Refuse
 from .chunks import PrefillSequence
 
 UNSEEN_S = 1.0  # before the speed is known
+MIN_S = 0.05  # both workers may be in a step: few blocks would be late, and then no prompt waits for many
 MAX_S = 10.0  # they may have to be computed after it
 MAX_LATE, PAUSE_S = 3, 30.0
 
@@ -29,14 +30,14 @@ class PrefixWaits:
         """Return how long a prompt waits for this much. ``tokens_per_s``: of this worker; None: not known."""
         if not num_tokens or (self._num_in_a_row >= MAX_LATE and now - self._late_at < PAUSE_S):
             return 0.0
-        return min(MAX_S, num_tokens / tokens_per_s) if tokens_per_s else UNSEEN_S
+        return min(MAX_S, max(MIN_S, num_tokens / tokens_per_s)) if tokens_per_s else UNSEEN_S
 
-    def over(self, key: Key, waiting: dict[Key, PrefillSequence]) -> list[PrefillSequence]:
+    def over(self, prefix: PrefixOver, waiting: dict[Key, PrefillSequence]) -> list[PrefillSequence]:
         """Note that the blocks of this dispatch are here, or do not come: no prompt waits for them. Return
         those that did."""
-        waited = [s for s in waiting.values() if (s.prefix_of or s.key) == key]
+        waited = [s for s in waiting.values() if (s.prefix_of or s.key) == prefix.key]
         for sequence in waited:
-            sequence.prefix_by, self._num_in_a_row = 0.0, 0
+            sequence.prefix_by, self._num_in_a_row = 0.0, 0 if prefix.came else self._num_in_a_row
         return waited
 
     def late(self, now: float) -> None:

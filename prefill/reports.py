@@ -71,7 +71,8 @@ class Heartbeat:
             blocks_free=b.num_free,
             blocks_cached=b.num_cached,
             blocks_used=b.num_used,
-            blocks_leased=sum(len(held_blocks(sequence.blocks)) for sequence in s.pinned.values()),
+            blocks_leased=self._receiver.leases.num_blocks
+            + sum(len(held_blocks(sequence.blocks)) for sequence in s.pinned.values()),
             num_running=len(s.running),
             num_waiting=len(s.waiting),
             num_waiting_tokens=s.num_waiting_tokens(),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..transport.handoff.protocol import Key
+from ..transport.handoff.protocol import Key, PrefixOver
 from .chunks import PrefillSequence
 from .prefix_waits import PrefixWaits
 from .scheduler import PrefillScheduler
@@ -88,7 +88,7 @@ class StoredPrefixes:
         self._orders.append((key, reading.hashes[first : reading.num_asked]))
 
     def _over(self, key: Key) -> None:
-        self.waits.over(key, self._scheduler.waiting)
+        self.waits.over(PrefixOver(key, came=True), self._scheduler.waiting)
         self.end(key)
 
     def end(self, *keys: Key) -> None:

@@ -52,12 +52,14 @@ def test_what_is_cached_here_does_not_travel() -> None:
     assert (rig.num_put, rig.num_computed()) == (CACHED - 3, 30 - CACHED * BLOCK)
 
 
-def test_a_source_that_has_nothing_says_so_once_they_have_met() -> None:
+@pytest.mark.parametrize("met", [False, True])
+def test_a_source_that_has_nothing_says_so(met: bool) -> None:
     rig = Rig()
-    rig.source.from_coordinator(ORDER, 0.0)
-    rig.tick(0.0)
+    if met:
+        rig.source.from_coordinator(ORDER, 0.0)
+        rig.tick(0.0)
     rig.source.blocks.allocate(20)  # evicts all
-    another = replace(PROMPT, spec=replace(SPEC, dispatch=2, request_id="s"))
+    another = replace(PROMPT, spec=replace(SPEC, dispatch=2, request_id="s", salt=b"other"))
     rig.prefill.from_coordinator(another, 0.0)
     assert rig.prefill.scheduler.get((7, 2)).prefix_by > 0.0  # type: ignore[union-attr]
     rig.source.from_coordinator(replace(ORDER, dispatch=2), 0.0)
@@ -108,6 +110,11 @@ def test_the_wait_is_as_long_as_full_steps_would_take() -> None:
     rig.prefill.from_coordinator(replace(PROMPT, spec=replace(SPEC, dispatch=2, request_id="s")), 10.0)
     waits_until = rig.prefill.scheduler.get((7, 2)).prefix_by  # type: ignore[union-attr]
     assert waits_until == 10.0 + 0.1 * CACHED * BLOCK
+    blocks = rig.prefill.blocks.allocate(3) or []
+    rig.prefill.blocks.commit_all(blocks, HASHES[:3], None)
+    rig.prefill.from_coordinator(replace(PROMPT, spec=replace(SPEC, dispatch=3, request_id="t")), 10.0)
+    waits_until = rig.prefill.scheduler.get((7, 3)).prefix_by  # type: ignore[union-attr]
+    assert waits_until == 10.0 + 0.1 * (CACHED - 3) * BLOCK, "as long as what is missing here"
 
 
 def test_a_slow_way_is_waited_for_no_longer() -> None:
@@ -130,6 +137,22 @@ def test_a_slow_way_is_waited_for_no_longer() -> None:
     again = replace(SPEC, dispatch=99, request_id="again", salt=b"x")
     rig.prefill.from_coordinator(replace(PROMPT, spec=again), rig.now)
     assert rig.num_computed() == 0, "one tries again"
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_only_a_prefix_that_comes_ends_a_row_of_late_ones(comes: bool) -> None:
+    rig = Rig(num_cached=CACHED if comes else 0)
+    for _ in range(MAX_LATE - 1):
+        rig.prefill._prefix_waits.late(0.0)
+    rig.prefill.from_coordinator(PROMPT, 0.0)
+    rig.source.from_coordinator(ORDER, 0.0)
+    rig.tick(0.0)
+    assert rig.num_computed() == 30 - (CACHED * BLOCK if comes else 0), "it waits no more"
+    rig.prefill._prefix_waits.late(0.0)
+    rig.prefill.from_coordinator(
+        replace(PROMPT, spec=replace(SPEC, dispatch=2, request_id="s", salt=b"other")), 0.0
+    )
+    assert bool(rig.prefill.scheduler.get((7, 2)).prefix_by) == comes  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("first_leaves", [False, True])
@@ -157,6 +180,7 @@ def test_what_a_prompt_has_not_waited_for_ends_when_it_begins() -> None:
     rig.source.from_coordinator(ORDER, 0.0)
     rig.tick(0.0)
     assert rig.prefill.blocks.num_used == CACHED, "blocks are on their way"
+    assert rig.prefill.load().blocks_leased == CACHED
     for _ in range(MAX_LATE):
         rig.prefill._prefix_waits.late(0.0)
     rig.prefill.from_coordinator(PROMPT, 0.0)

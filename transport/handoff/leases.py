@@ -116,7 +116,7 @@ class LeaseTable:
     def keep(self, incoming: Incoming) -> None:
         """End the lease of a prefix or a self-test that has been verified. The blocks of a prefix are cached
         now; that of a test is free."""
-        self._close(incoming)
+        self._close(incoming, came=True)
         remember(self.joined, incoming.key, incoming.lease)
         self.num_prefix_blocks += incoming.num_travelling if incoming.is_prefix else 0
         self._pool.commit_all(incoming.blocks[: len(incoming.hashes)], incoming.hashes, None)
@@ -166,9 +166,9 @@ class LeaseTable:
         message = Revoke(coordinator=key[0], dispatch=key[1], lease=lease, reason=reason)
         self._actions.append(ToPeer(writer, message))
 
-    def _close(self, incoming: Incoming) -> None:
+    def _close(self, incoming: Incoming, came: bool = False) -> None:
         self.granted.pop(incoming.key, None)
         self.by_lease.pop(incoming.lease, None)
         self._actions.append(CloseLease(incoming.lease))
         if incoming.is_prefix:
-            self._actions.append(PrefixOver(incoming.key))
+            self._actions.append(PrefixOver(incoming.key, came))

@@ -141,10 +141,10 @@ class Meetings:
         return contact
 
     def decline(self, peer: Peer, key: Key) -> None:
-        """Inform a prefill worker that has been met that no prefix comes for this dispatch."""
-        if self.meet(peer).met is not None:
-            release = Release(lease=0, coordinator=key[0], dispatch=key[1])
-            self._actions.append(ToPeer((peer.worker_id, peer.incarnation), release))
+        """Inform a prefill worker, met or not, that no prefix comes for this dispatch."""
+        self.meet(peer)
+        release = Release(lease=0, coordinator=key[0], dispatch=key[1])
+        self._actions.append(ToPeer((peer.worker_id, peer.incarnation), release))
 
     def greet(self, every_s: float, now: float) -> list[tuple[PeerId, float]]:
         """Send Meet again where it was not answered. Return each of these peers, and for how many seconds it

@@ -265,6 +265,7 @@ class PrefixOver(NamedTuple):
     """The cached blocks that were to come for this dispatch are here, or do not come."""
 
     key: Key
+    came: bool
 
 
 ReceiverAction = ToPeer | OpenLease | ExpectAgain | CloseLease | Verify | Join | Supersede | PrefixOver

@@ -139,7 +139,7 @@ class HandoffReceiver:
                 del self.granting.waiting[waiting.key]
             self.leases.release(message.lease, peer)
             if not message.lease:
-                self._actions.append(PrefixOver((message.coordinator, message.dispatch)))
+                self._actions.append(PrefixOver((message.coordinator, message.dispatch), came=False))
         elif isinstance(message, Retire):
             for ended in self._writers.retire(peer, message.incarnation):
                 self.writer_gone(ended)
@@ -182,7 +182,7 @@ class HandoffReceiver:
         """End this peer's one-sided leases and free their blocks: none of the puts that it has begun lands
         any more, dead or not."""
         for incoming in [i for i in self.leases.granted.values() if i.peer == peer and i.one_sided]:
-            self.leases.end(incoming, "the decode worker has shut its writer out, which did not answer")
+            self.leases.end(incoming, "its writer was shut out, which did not answer")
         self.leases.free_of_writer(peer)
 
     def tick(self, now: float) -> None:
@@ -226,7 +226,7 @@ class HandoffReceiver:
             return
         incoming = self.leases.of(message.lease, peer)
         if incoming is None or incoming.key != key:
-            self.leases.revoke(key, message.lease, peer, "the decode worker knows no such lease")
+            self.leases.revoke(key, message.lease, peer, "the receiving worker knows no such lease")
         elif incoming.handoff is not None or message.again != incoming.retried:
             return  # an echo, perhaps while the writer is still putting corrupt blocks again
         elif len(message.checksums) != 8 * incoming.num_travelling or (

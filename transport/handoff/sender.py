@@ -77,7 +77,7 @@ class HandoffSender:
         """Yield every handoff that waits for its peer. (The others wait for their own prompt.)"""
         for out in self.outgoing.values():
             if out.waits_for_peer:
-                yield Wait(out.key, "the decode worker's answer", out.deadline)
+                yield Wait(out.key, "the receiving worker's answer", out.deadline)
         for test in self.tests.running.values():
             yield Wait(test.key, "the end of a mover's self-test", test.deadline)
 

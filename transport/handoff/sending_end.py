@@ -34,8 +34,8 @@ from .sender import HandoffSender
 RECEIVE_LIMIT = 256
 RETIRE_TICK_S = 0.05
 LOOK_S, IDLE_LOOK_S = 0.05, 1.0  # between two looks for unreachable peers
-FENCED = "the decode worker had been declared dead, and has registered anew"
-RESTARTED = "the decode worker has been started anew"
+FENCED = "the receiving worker had been declared dead, and has registered anew"
+RESTARTED = "the receiving worker has been started anew"
 _log = logging.getLogger(__name__)
 
 
