@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .actions import Action
 from .cache_index import Level
-from .open_workers import OpenWorkers
+from .open_workers import MAX_COMPARED, OpenWorkers
 from .pools import Pools
 from .request import Request
 from .request_queue import RequestQueue
@@ -174,7 +174,7 @@ class Placement:
             if block_hash in prefill.cached:
                 return None
             turn = self._assignments.next_dispatch % len(holders)
-            in_turn = chain(holders[turn:], holders[:turn])
+            in_turn = (holders[turn : turn + MAX_COMPARED] + holders)[:MAX_COMPARED]
             if (source := next((w for w in in_turn if can_send_prefix(w, prefill)), None)) is not None:
                 num_blocks = source.match_prefix(hashes)
                 enough = (num_blocks - prefill.match_prefix(hashes)) * size >= least

@@ -8,7 +8,9 @@ import pytest
 from msgspec.structs import replace
 from support.lifecycle_bench import MODEL, Bench, make_hello, sent
 
+from splitserve.coordinator.lifecycle import placement
 from splitserve.coordinator.lifecycle.actions import Action, Send
+from splitserve.coordinator.lifecycle.open_workers import MAX_COMPARED
 from splitserve.transport.messages.blocks import chain, root_hash
 from splitserve.transport.messages.messages import BlockEvents, Prefill, Role, SamplingParams, SendPrefix, u32
 
@@ -76,6 +78,23 @@ def test_a_worker_that_cannot_is_not_asked(holder: dict[str, Any]) -> None:
     made = Bench(min_pull_tokens=8)
     join(made, "e", "decode", **holder)
     caches(made, "e", 8, incarnation=2)
+    assert pulled(made.submit(prompt_token_ids=PROMPT)) == 0
+
+
+def test_of_many_holders_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = Bench(min_pull_tokens=8), []
+    for n in range(100):
+        join(made, f"e{n}", "decode", wire_version=4)
+        caches(made, f"e{n}", 8, incarnation=2)
+    real = placement.can_send_prefix
+    monkeypatch.setattr(placement, "can_send_prefix", lambda *pair: asked.append(pair) or real(*pair))
+    assert pulled(made.submit(prompt_token_ids=PROMPT)) == 0
+    assert 0 < len(asked) <= MAX_COMPARED
+
+
+def test_a_prefill_worker_of_an_earlier_build_gets_nothing() -> None:
+    made = bench()
+    join(made, "p", "prefill", wire_version=4, max_batch_tokens=1000)
     assert pulled(made.submit(prompt_token_ids=PROMPT)) == 0
 
 
