@@ -41,7 +41,7 @@ def ask(url: str, document: int, draw: random.Random) -> tuple[float, int]:
 
 def measure(url: str, first_pass_counts: bool) -> dict[str, Any]:
     """Return the medians over the questions of all passes that count."""
-    draw, asked = random.Random(1), list[tuple[float, int]]()
+    draw, asked = random.Random(int(first_pass_counts)), list[tuple[float, int]]()  # other questions
     for number in range(PASSES):
         answers = [ask(url, document, draw) for document in range(NUM_DOCUMENTS)]
         asked += answers if number or first_pass_counts else []
