@@ -124,13 +124,13 @@ class Moving:
 
     def _offer(self, there: Key, leaving: _Leaving, sequence: DecodeSequence, now: float) -> None:
         """All its tokens but the newest are in its blocks; the newest travels as a first token does."""
-        state, order = sequence.state, leaving.order
+        state, order, deadline_s = sequence.state, leaving.order, max(0.0, sequence.deadline - now)
         tokens = u32([*state.prompt_token_ids, *state.output_token_ids[:-1]])
-        deadline_s = max(0.0, sequence.deadline - now)
         spec = replace(order.spec, token_ids=tokens, prompt_logprobs=None, deadline_s=deadline_s)
         hashes = chain(root_hash(self._kv_name, spec.salt), tokens, self._scheduler.block_size)
-        self.sender.offer(order.decode, spec, len(sequence.blocks), hashes, now)
-        self.sender.finish(there, sequence.blocks, state.output_token_ids[-1], sequence.last_logprobs, now)
+        blocks = sequence.blocks[: -(-spec.num_tokens // self._scheduler.block_size)]  # more: a step raised
+        self.sender.offer(order.decode, spec, len(blocks), hashes, now)
+        self.sender.finish(there, blocks, state.output_token_ids[-1], sequence.last_logprobs, now)
 
     def _resume(self, leaving: _Leaving) -> None:
         if self._scheduler.get(leaving.here) is not None:
