@@ -37,8 +37,10 @@ class Drafts:
         if not self._num_tokens or not 0 < num_seqs < num_rows:
             return {}
         choices = []
+        if (new := next(filter(_lacks_match, sequences), None)) is not None:  # one: it takes milliseconds
+            new.match = TextMatch(new.state)
         for sequence in sequences:
-            if (match := _match(sequence)) is None or not match.read():
+            if (match := sequence.match) is None or not match.read():
                 continue
             left = sequence.last_index - len(sequence.state.output_token_ids)
             choices += [(match.rate**i, sequence) for i in range(1, min(self._num_tokens, left) + 1)]
@@ -52,12 +54,10 @@ class Drafts:
         gain = expected / num_seqs * (self._cheap_rows + num_seqs) / (self._cheap_rows + rows)
         return counts if gain >= LEAST_GAIN else {}
 
-    def draft(
-        self, rows: DecodeRows, blocks: BlockManager, most_rows: int
-    ) -> dict[DecodeSequence, list[int]]:
-        """Draft tokens for the next step. They get a block where that leaves one for each row."""
+    def draft(self, rows: DecodeRows, blocks: BlockManager, most: int) -> dict[DecodeSequence, list[int]]:
+        """Draft for a step of ``most`` rows. Tokens get a block where that leaves one for each row."""
         drafts = {}
-        for sequence, count in self.plan(rows.sequences, most_rows).items():
+        for sequence, count in self.plan(rows.sequences, most).items():
             assert sequence.match is not None, "it is planned"
             tokens = sequence.match.draft(count, sequence.stops)
             position = sequence.state.position  # of the first of them
@@ -71,9 +71,7 @@ class Drafts:
         return drafts
 
 
-def _match(sequence: DecodeSequence) -> TextMatch | None:
-    """Made when it is first asked for; None where the next token depends on more than text and position."""
+def _lacks_match(sequence: DecodeSequence) -> bool:
+    """None has one whose next token depends on more than text and position."""
     params = sequence.state.params
-    if sequence.match is None and not (params.has_penalties or params.grammar):
-        sequence.match = TextMatch(sequence.state)
-    return sequence.match
+    return sequence.match is None and not (params.has_penalties or params.grammar)

@@ -7,6 +7,7 @@ import numpy as np
 from ..engine.step.batch import SamplingState
 
 NUM_MATCHED = 3  # tokens
+MOST_READ = 32  # tokens of a sequence in a call, which the whole batch waits for
 FIRST_RATE, WEIGHT = 0.5, 1 / 8
 BITS = 21  # of a token id
 KEY_MASK = (1 << NUM_MATCHED * BITS) - 1
@@ -31,8 +32,9 @@ class TextMatch:
         self.rate = FIRST_RATE  # of predicted tokens, those that came
 
     def read(self) -> bool:
-        """Read the output since the last call. Return whether the text matches now."""
-        for token in self._output[self._num_read - len(self._prompt) :]:
+        """Read on in the output. Return whether all is read, and the text matches now."""
+        begin = self._num_read - len(self._prompt)
+        for token in self._output[begin : begin + MOST_READ]:
             self._num_read += 1
             if self._next >= 0:
                 hit = self._token(self._next) == token
@@ -42,7 +44,7 @@ class TextMatch:
             if self._next < 0:
                 self._next = self._behind.get(key) or self._find_in_prompt(key)
             self._behind[key] = self._num_read
-        return self._next >= 0
+        return self._next >= 0 and self._num_read == len(self._prompt) + len(self._output)
 
     def draft(self, count: int, stops: frozenset[int]) -> list[int]:
         """The next ``count`` tokens, by the match; fewer before one of ``stops``. A match that reaches the

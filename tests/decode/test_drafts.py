@@ -138,6 +138,15 @@ def test_steps_are_made_ahead_but_for_those_with_drafts() -> None:
     assert num_ahead > 3
 
 
+def test_no_step_waits_until_several_prompts_are_sorted() -> None:
+    bench = Bench()
+    joined = [bench.join(dispatch, CIRCLE, 30, ignore_eos=True) for dispatch in range(3)]
+    for num_known in (1, 2, 3, 3):
+        assert bench.schedule() is not None
+        assert sum(sequence.match is not None for sequence in joined if sequence) == num_known
+        bench.run()
+
+
 def test_a_step_with_drafts_that_is_out_of_memory_is_run_without_them() -> None:
     bench = Bench()
     sequence, _ = drafting(bench)

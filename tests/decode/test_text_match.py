@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from splitserve.decode.text_match import FIRST_RATE, TextMatch
+from splitserve.decode.text_match import FIRST_RATE, MOST_READ, TextMatch
 from splitserve.engine.step.batch import SamplingState
 from splitserve.transport.messages.messages import SamplingParams
 
@@ -32,6 +32,14 @@ def test_a_match_follows_the_newest_place_and_goes_round() -> None:
     state.output_token_ids += [8, 9, 8, 9, 8, 9]
     assert match.read()
     assert match.draft(5, frozenset()) == [8, 9, 8, 9, 8]
+
+
+def test_a_long_output_is_read_little_by_little_and_drafted_when_all_is_read() -> None:
+    """For the whole batch waits meanwhile."""
+    output = [*range(10 * MOST_READ), 4, 5, 6]
+    match = TextMatch(SamplingState(SamplingParams(max_tokens=9999), [1], output))
+    assert [match.read() for _ in range(12)] == [False] * 10 + [True] * 2
+    assert match.draft(2, frozenset()) == [7, 8]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
