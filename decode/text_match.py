@@ -33,8 +33,7 @@ class TextMatch:
 
     def read(self) -> bool:
         """Read on in the output. Return whether all is read, and the text matches now."""
-        begin = self._num_read - len(self._prompt)
-        for token in self._output[begin : begin + MOST_READ]:
+        for token in self._output[self._num_read - len(self._prompt) :][:MOST_READ]:
             self._num_read += 1
             if self._next >= 0:
                 hit = self._token(self._next) == token
