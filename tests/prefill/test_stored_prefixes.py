@@ -209,3 +209,16 @@ def test_a_cache_without_room_reads_nothing() -> None:
     assert worker.counters()[0] == 0
     worker.blocks.release(others)
     assert worker.num_computed() == 90
+
+
+def test_what_comes_after_its_prompt_has_stopped_waiting_is_taken_for_no_other_block() -> None:
+    worker = Worker(22, num_blocks=26)
+    others = worker.blocks.allocate(5) or []
+    worker.core.from_coordinator(prompt(1), 0.0)
+    ((key, hashes),) = worker.core.stored.take_orders()
+    worker.core.tick(UNSEEN_S)
+    assert worker.num_computed(UNSEEN_S) == 0, "there is no room"
+    worker.blocks.commit_all(others[:GROUP], hashes, None)
+    worker.core.from_peer(("q", 1), Release(lease=0, coordinator=7, dispatch=1), UNSEEN_S)
+    worker.core.take(UNSEEN_S)
+    assert worker.core.stored.arrived(key, GROUP) == []
