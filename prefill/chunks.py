@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -60,8 +61,10 @@ class PrefillSequence:
         return self.num_tokens - self.num_scheduled
 
     def left(self, block_size: int, match_prefix: Callable[[list[bytes]], int]) -> int:
-        """Unscheduled tokens; before it has started, without those that are cached now."""
-        hits = 0 if self.blocks else match_prefix(self.usable_hashes(block_size))
+        """Unscheduled tokens; before it has started, without those that are cached now: of a long prefix
+        about 12 hashes are looked up, for this is asked of all that wait."""
+        usable = [] if self.blocks else self.usable_hashes(block_size)
+        hits = bisect_left(usable, True, key=lambda block_hash: not match_prefix([block_hash]))
         return self.unscheduled - hits * block_size
 
     @property
