@@ -1,25 +1,30 @@
 """A folder for KV blocks behind the caches of all workers that are given it, and of those that come after.
 
-    FOLDER/kv-<model>/<2 digits of the hash>/<hash>      nonce | sealed block
+    FOLDER/kv-<model and key>/<2 digits of the hash>/<hash>      nonce | sealed block
 
 AES-GCM under a key that follows from the cluster's binds a block to its hash and its model: one that was cut
 short, changed, or put under another's name does not open. It is removed, and computed. When the folder is
-over its limit, what was written or read longest ago is removed first. No error here ends a request.
+over its limit, or its disk is full, what was written or read longest ago is removed first. No error here ends
+a request, and a disk that hangs neither the loop nor the process.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from queue import SimpleQueue
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,9 +43,43 @@ NONCE_BYTES = 12
 GROUP_BYTES = 2 << 20  # read or written at a time: a loop copies them in 0.2 ms
 MAX_QUEUED_GROUPS = 16  # to be written
 NUM_READERS = 4
+STOP_S = 1.0  # for the file that a thread has begun
 WARN_EVERY_S = 60.0
 _BLOCK = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]+)?")  # or one that is being written
 _log = logging.getLogger(__name__)
+
+
+class Threads:
+    """Run one call after the other. They may hang: unlike those of ``concurrent.futures``, they keep no
+    process from its end."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], Sequence[Any]] | None] = SimpleQueue()
+        self._stopped = False
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((future, call, args))
+        return future
+
+    def stop(self) -> None:
+        """Forget the calls that have not begun."""
+        self._stopped = True
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(STOP_S)
+
+    def _run(self) -> None:
+        while (work := self._calls.get()) is not None and not self._stopped:
+            future, call, args = work
+            try:
+                future.set_result(call(*args))
+            except Exception as error:
+                future.set_exception(error)
 
 
 class KVStore:
@@ -60,20 +99,23 @@ class KVStore:
     ) -> None:
         """``max_bytes``: of the whole folder. ``secret``: the cluster's; empty: it has none. Raises
         KVStoreError."""
+        key = blake2b(secret, digest_size=32, person=b"splitserve kv").digest()
         fields = msgspec.msgpack.encode(msgspec.structs.replace(model, revision=""))  # all must be equal
-        self._model = blake2b(fields, digest_size=8).digest()
+        self._model = blake2b(fields, digest_size=8, key=key).digest()  # no key opens another's
         self._root, self._folder = folder, folder / f"kv-{self._model.hex()}"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise KVStoreError(f"--kv-store {folder}: {error.strerror}; give a folder to write to") from None
-        self._cipher = AESGCM(blake2b(secret, digest_size=32, person=b"splitserve kv").digest())
+        self._cipher = AESGCM(key)
         self._memory, self._layers = memory_of(pool), slice(0, pool.shape[1])
+        self._stream = None  # of a GPU: the default one would wait for the steps that run
+        if (device := self._memory.device).type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._block_bytes, self._max_bytes, self._wake = model.block_bytes, max_bytes, wake
         self.group = max(1, GROUP_BYTES // model.block_bytes)
         self._reads: deque[tuple[Key, Future[list[bytes]]]] = deque()  # in their order
-        self._readers = ThreadPoolExecutor(NUM_READERS, "kv-store-read")
-        self._writer = ThreadPoolExecutor(1, "kv-store-write")
+        self._readers, self._writer = Threads(NUM_READERS, "kv-store-read"), Threads(1, "kv-store-write")
         self._num_queued = 0
         self._num_saved = self._num_untrimmed = 0
         self._warned_at = float("-inf")
@@ -91,7 +133,9 @@ class KVStore:
 
     def write(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copy these blocks now, and write them soon. They are final."""
-        copied = self._memory.pack(blocks, self._layers).cpu().numpy().reshape(len(blocks), -1)
+        packed = self._memory.pack(blocks, self._layers)
+        with torch.cuda.stream(self._stream):  # no effect if it is None
+            copied = packed.cpu().numpy().reshape(len(blocks), -1)
         self._num_queued += 1
         self._writer.submit(self._write_group, list(hashes), copied)
 
@@ -108,13 +152,16 @@ class KVStore:
             found = future.result()
             if blocks := core.arrived(key, len(found)):
                 data = torch.frombuffer(bytearray().join(found), dtype=torch.uint8)
-                self._memory.unpack(data.to(self._memory.device), blocks, self._layers)
+                with torch.cuda.stream(self._stream):
+                    data = data.to(self._memory.device)
+                self._memory.unpack(data, blocks, self._layers)
                 core.filled(key, len(found))
 
     def close(self) -> None:
         """Forget what has not been read or written yet."""
+        self._wake = lambda: None  # what hangs may end later
         for threads in (self._readers, self._writer):
-            threads.shutdown(wait=True, cancel_futures=True)
+            threads.stop()
 
     # --- on the threads --------------------------------------------------------------------------
 
@@ -133,12 +180,13 @@ class KVStore:
             block = self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], self._model + block_hash)
             if len(block) != self._block_bytes:
                 raise InvalidTag
-            os.utime(path)
+            with suppress(OSError):  # it may be read only
+                os.utime(path)
             return block
         except FileNotFoundError:
             return None
         except (InvalidTag, ValueError):
-            self._warn(f"{path} is damaged, or of another cluster key: it is removed")
+            self._warn(f"{path} is damaged: it is removed")
             with suppress(OSError):
                 path.unlink()
         except OSError as error:
@@ -153,6 +201,8 @@ class KVStore:
                 self._trim()
         except OSError as error:
             self._warn(f"cannot write to {self._folder}: {error.strerror}")
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._trim(is_full=True)
         finally:
             self._num_queued -= 1
             self._wake()
@@ -175,20 +225,24 @@ class KVStore:
         self._num_saved += 1
         self._num_untrimmed += len(sealed)
 
-    def _trim(self) -> None:
-        """Remove the oldest files of all models until an eighth of the limit is free."""
+    def _trim(self, is_full: bool = False) -> None:
+        """Remove the oldest files of all models until an eighth of the limit is free; ``is_full``: an eighth
+        of them."""
         self._num_untrimmed, files = 0, []
         for path in self._root.glob("kv-*/??/*"):
             with suppress(OSError):  # another worker has removed it
                 if _BLOCK.fullmatch(path.name):
                     status = path.stat()
                     files.append((status.st_mtime, status.st_size, path))
-        excess = sum(size for _, size, _ in files) - self._max_bytes
-        if excess > 0:
-            excess += self._max_bytes // 8
-            for _, size, path in sorted(files):
-                if excess <= 0:
-                    break
+        held = sum(size for _, size, _ in files)
+        limit = held if is_full else self._max_bytes
+        if held < limit or not files:
+            return
+        excess = held - limit + limit // 8
+        for _, size, path in sorted(files):
+            if excess <= 0:
+                break
+            with suppress(OSError):
                 path.unlink(missing_ok=True)
                 excess -= size
 

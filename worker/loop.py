@@ -41,7 +41,7 @@ class Worker:
         self._leaving = False  # the process ends with its last role, and begins none
         self.turned_at = 0.0  # seconds of the clock
         self._host: RoleHost | None = None
-        self._offload = Offload(parts.blocks)
+        self._offload = Offload(parts.blocks) if parts.store is not None else None
         if isinstance(settings, FlexibleSettings):
             self._host = RoleHost(
                 settings.worker_id,
@@ -181,12 +181,13 @@ class Worker:
 
     def _save_blocks(self) -> None:
         """Write some cached blocks to the KV store, before they are evicted."""
-        store = self._parts.store
-        if store is not None and store.takes_writes:
-            idle = not any(role.core.held for role in self.roles.values())
-            hashes, blocks = self._offload.take(store.group, idle)
-            if hashes:
-                store.write(hashes, blocks)
+        store, offload = self._parts.store, self._offload
+        if store is None or offload is None or not store.takes_writes:
+            return
+        idle = not any(role.core.held for role in self.roles.values())
+        hashes, blocks = offload.take(store.group, idle)
+        if hashes:
+            store.write(hashes, blocks)
 
     def _answer_late_peers(self, now: float) -> None:
         """A role that has ended informs the workers that may hold blocks for it until they have answered."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +151,7 @@ def test_another_key_or_model_reads_nothing_and_a_revision_does(rig: Rig) -> Non
         assert rig.read(rig.store(model=replace(MODEL, **change)), 0) == []
     assert rig.read(rig.store(model=replace(MODEL, revision="other")), 0) == rig.written[:1]
     assert rig.read(rig.store(secret=b"another"), 0) == []
+    assert rig.read(rig.store(), 0) == rig.written[:1], "what does not open for others stays"
 
 
 def test_nothing_is_stored_in_the_clear_nor_for_other_users(rig: Rig) -> None:
@@ -196,6 +199,61 @@ def test_a_full_disk_costs_blocks_and_nothing_else(
     assert not list(rig.folder.glob("kv-*/??/*"))
     rig.write(store, 0)
     assert rig.read(store, 0) == rig.written[:1]
+
+
+def test_a_disk_that_is_full_before_the_limit_takes_new_blocks_for_the_oldest(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, write = rig.store(), Path.write_bytes
+
+    def takes_16(self: Path, data: bytes) -> int:
+        if len(list(rig.folder.glob("kv-*/??/*"))) >= 16:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", takes_16)
+    for block in range(18):
+        rig.write(store, block)
+        with suppress(ValueError):
+            os.utime(rig.file_of(block), (block + 2, block + 2))
+    assert rig.read(store, 0) == []
+    assert rig.read(store, 5, 6) == rig.written[5:7]
+    assert rig.read(store, 17) == rig.written[17:18]
+
+
+def test_a_folder_that_may_only_be_read_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = rig.store()
+    rig.write(store, 0)
+
+    def fails(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", fails)
+    assert rig.read(store, 0) == rig.written[:1]
+
+
+HANGS = """
+import sys, threading
+from pathlib import Path
+from worker.test_kv_store import HASHES, KEY, MODEL, Rig
+
+rig, begun = Rig(Path(sys.argv[1])), threading.Event()
+store = rig.store()
+def hangs(path):
+    begun.set()
+    threading.Event().wait()
+Path.read_bytes = hangs
+store.read(KEY, HASHES[:1])
+store.read(KEY, HASHES[:1])
+begun.wait()
+rig.close()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_disk_that_hangs_keeps_no_process_from_its_end(tmp_path: Path) -> None:
+    tests = Path(__file__).resolve().parents[1]
+    subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], cwd=tests, check=True, timeout=30)
 
 
 def test_a_folder_that_goes_away_is_a_miss(rig: Rig) -> None:
