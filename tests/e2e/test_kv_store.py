@@ -57,4 +57,4 @@ def test_evicted_blocks_are_read_back(tiny: tuple[Path, PreTrainedModel], tmp_pa
         cluster.wait_reported()
         assert counted(cluster, "loaded_tokens") == sum(cached for _, cached in again)
         cluster.wait_at_rest()
-    assert "is damaged, or of another cluster key: it is removed" in (tmp_path / "up.log").read_text()
+    assert "is damaged: it is removed" in (tmp_path / "up.log").read_text()
