@@ -39,7 +39,9 @@ class Wishes:
 
     def sampling(self) -> tuple[SamplingParams, int | None]:
         draw = self.random
-        max_tokens = draw.choice(MAX_TOKENS) * (3 if self.world.scenario.cluster.drafts else 1)
+        max_tokens = draw.choice(MAX_TOKENS)
+        if self.world.scenario.cluster.drafts:
+            max_tokens = min(3 * max_tokens, self._most_tokens - max(SHARED) - max(OWN))
         prompt_logprobs = 0 if draw.random() < 0.03 else None
         if prompt_logprobs is not None and draw.random() < 0.3:
             max_tokens = 0
