@@ -53,10 +53,12 @@ class Threads:
     """Run one call after the other. They may hang: unlike those of ``concurrent.futures``, they keep no
     process from its end."""
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], Sequence[Any]] | None] = SimpleQueue()
         self._stopped = False
-        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._run, name="kv-store", daemon=True) for _ in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -76,10 +78,7 @@ class Threads:
     def _run(self) -> None:
         while (work := self._calls.get()) is not None and not self._stopped:
             future, call, args = work
-            try:
-                future.set_result(call(*args))
-            except Exception as error:
-                future.set_exception(error)
+            future.set_result(call(*args))
 
 
 class KVStore:
@@ -115,7 +114,7 @@ class KVStore:
         self._block_bytes, self._max_bytes, self._wake = model.block_bytes, max_bytes, wake
         self.group = max(1, GROUP_BYTES // model.block_bytes)
         self._reads: deque[tuple[Key, Future[list[bytes]]]] = deque()  # in their order
-        self._readers, self._writer = Threads(NUM_READERS, "kv-store-read"), Threads(1, "kv-store-write")
+        self._readers, self._writer = Threads(NUM_READERS), Threads(1)
         self._num_queued = 0
         self._num_saved = self._num_untrimmed = 0
         self._warned_at = float("-inf")
@@ -229,11 +228,12 @@ class KVStore:
         """Remove the oldest files of all models until an eighth of the limit is free; ``is_full``: an eighth
         of them."""
         self._num_untrimmed, files = 0, []
-        for path in self._root.glob("kv-*/??/*"):
-            with suppress(OSError):  # another worker has removed it
-                if _BLOCK.fullmatch(path.name):
-                    status = path.stat()
-                    files.append((status.st_mtime, status.st_size, path))
+        with suppress(OSError):  # a folder has gone
+            for path in self._root.glob("kv-*/??/*"):
+                with suppress(OSError):  # another worker has removed it
+                    if _BLOCK.fullmatch(path.name):
+                        status = path.stat()
+                        files.append((status.st_mtime, status.st_size, path))
         held = sum(size for _, size, _ in files)
         limit = held if is_full else self._max_bytes
         if held < limit or not files:

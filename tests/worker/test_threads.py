@@ -24,6 +24,7 @@ MISTAKEN = {
     "coordinators' names": ("transport.channels.name_watch", "NameWatch._run"),
     "step": ("engine.step.step_thread", "StepThread._run"),
     "probes": ("worker.health", "_Server.serve_forever"),
+    "kv-store": ("worker.kv_store", "Threads._run"),
 }
 """By the thread's name: where its work begins."""
 ON_DEMAND = {"grammar", "gpu-telemetry"}
@@ -49,6 +50,7 @@ def test_a_thread_that_fails_ends_the_worker(name: str, tmp_path: Path) -> None:
         "--model": DEMO_MODEL,
         "--key-file": tmp_path / "key",
         "--kv-cache-gib": 0.01,
+        "--kv-store": tmp_path / "kv",
         "--health-port": free_port(),
         "--coordinator": f"tcp://127.0.0.1:{free_port()},dns://localhost:{free_port()}",
     }
