@@ -175,7 +175,7 @@ class KVStore:
     def _read_block(self, block_hash: bytes) -> bytes | None:
         path = self._path(block_hash)
         try:
-            sealed = path.read_bytes()
+            sealed = memoryview(path.read_bytes())  # a copy would be made under Python's lock
             block = self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], self._model + block_hash)
             if len(block) != self._block_bytes:
                 raise InvalidTag
@@ -212,7 +212,7 @@ class KVStore:
             os.utime(path)
             return
         nonce = os.urandom(NONCE_BYTES)
-        sealed = nonce + self._cipher.encrypt(nonce, block.tobytes(), self._model + block_hash)
+        sealed = nonce + self._cipher.encrypt(nonce, block.data, self._model + block_hash)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{nonce.hex()}")
         try:
