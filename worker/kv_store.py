@@ -1,6 +1,6 @@
 """A folder for KV blocks behind the caches of all workers that are given it, and of those that come after.
 
-    FOLDER/kv-<model and key>/<2 digits of the hash>/<hash>      nonce | sealed block
+    FOLDER/kv-<model, version, key>/<2 digits of the hash>/<hash>      nonce | sealed block
 
 AES-GCM under a key that follows from the cluster's binds a block to its hash and its model: one that was cut
 short, changed, or put under another's name does not open. It is removed, and computed. When the folder is
@@ -33,6 +33,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from numpy.typing import NDArray
 
+from .. import __version__
 from ..engine.errors import KVStoreError
 from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import ModelIdentity
@@ -99,8 +100,8 @@ class KVStore:
         """``max_bytes``: of the whole folder. ``secret``: the cluster's; empty: it has none. Raises
         KVStoreError."""
         key = blake2b(secret, digest_size=32, person=b"splitserve kv").digest()
-        fields = msgspec.msgpack.encode(msgspec.structs.replace(model, revision=""))  # all must be equal
-        self._model = blake2b(fields, digest_size=8, key=key).digest()  # no key opens another's
+        same = (msgspec.structs.replace(model, revision=""), __version__)  # else the bits may differ
+        self._model = blake2b(msgspec.msgpack.encode(same), digest_size=8, key=key).digest()
         self._root, self._folder = folder, folder / f"kv-{self._model.hex()}"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -154,6 +154,14 @@ def test_another_key_or_model_reads_nothing_and_a_revision_does(rig: Rig) -> Non
     assert rig.read(rig.store(), 0) == rig.written[:1], "what does not open for others stays"
 
 
+def test_another_version_whose_bits_may_differ_reads_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.write(rig.store(), 0)
+    monkeypatch.setattr(kv_store, "__version__", "9.9")
+    assert rig.read(rig.store(), 0) == []
+
+
 def test_nothing_is_stored_in_the_clear_nor_for_other_users(rig: Rig) -> None:
     rig.pool[0] = 65
     rig.write(rig.store(), 0)
