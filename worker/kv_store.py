@@ -146,7 +146,8 @@ class KVStore:
         future.add_done_callback(lambda _: self._wake())
 
     def report(self, core: ReadingCore) -> None:
-        """Give the core what has been read, in the order of the reads."""
+        """Give the core what has been read, in the order of the reads: a group a turn, for the loop has
+        sequences to go on with."""
         while self._reads and self._reads[0][1].done():
             key, future = self._reads.popleft()
             found = future.result()
@@ -156,6 +157,8 @@ class KVStore:
                     data = data.to(self._memory.device)
                 self._memory.unpack(data, blocks, self._layers)
                 core.filled(key, len(found))
+                self._wake()
+                return
 
     def close(self) -> None:
         """Forget what has not been read or written yet."""

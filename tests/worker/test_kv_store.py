@@ -115,6 +115,20 @@ def test_what_is_written_is_copied_at_once(rig: Rig) -> None:
     assert rig.read(store, 0) == rig.written[:1]
 
 
+def test_a_turn_of_the_loop_copies_one_group_and_another_follows(rig: Rig) -> None:
+    store, reader = rig.store(), Reader(rig)
+    rig.write(store, 0, 1, 2)
+    for block in range(3):
+        store.read(KEY, HASHES[block : block + 1])
+    for _, future in store._reads:
+        future.result(20)
+    for turn in range(3):
+        rig.woken.clear()
+        store.report(reader)
+        assert [found for _, found in reader.found] == [[block] for block in rig.written[: turn + 1]]
+        assert rig.woken.is_set()
+
+
 def test_only_the_leading_blocks_that_are_there_come(rig: Rig) -> None:
     store = rig.store()
     rig.write(store, 0, 1, 3)
@@ -145,19 +159,15 @@ def test_a_damaged_file_is_a_miss_and_is_removed(rig: Rig, damage: str) -> None:
     assert rig.read(store, 0) == rig.written[:1]
 
 
-def test_another_key_or_model_reads_nothing_and_a_revision_does(rig: Rig) -> None:
+def test_another_key_model_or_version_reads_nothing_and_a_revision_does(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig.write(rig.store(), 0)
     for change in ({"kv_name": "n"}, {"numerics": "exact"}, {"dtype": "g"}, {"block_size": 8}):
         assert rig.read(rig.store(model=replace(MODEL, **change)), 0) == []
     assert rig.read(rig.store(model=replace(MODEL, revision="other")), 0) == rig.written[:1]
     assert rig.read(rig.store(secret=b"another"), 0) == []
     assert rig.read(rig.store(), 0) == rig.written[:1], "what does not open for others stays"
-
-
-def test_another_version_whose_bits_may_differ_reads_nothing(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig.write(rig.store(), 0)
     monkeypatch.setattr(kv_store, "__version__", "9.9")
     assert rig.read(rig.store(), 0) == []
 
@@ -243,16 +253,11 @@ def test_a_folder_that_may_only_be_read_is_read(rig: Rig, monkeypatch: pytest.Mo
 HANGS = """
 import sys, threading
 from pathlib import Path
-from worker.test_kv_store import HASHES, KEY, MODEL, Rig
+from worker.test_kv_store import HASHES, KEY, Rig
 
 rig, begun = Rig(Path(sys.argv[1])), threading.Event()
-store = rig.store()
-def hangs(path):
-    begun.set()
-    threading.Event().wait()
-Path.read_bytes = hangs
-store.read(KEY, HASHES[:1])
-store.read(KEY, HASHES[:1])
+Path.read_bytes = lambda path: begun.set() or threading.Event().wait()
+rig.store().read(KEY, HASHES[:1])
 begun.wait()
 rig.close()
 """
