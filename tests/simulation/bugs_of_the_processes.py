@@ -46,11 +46,17 @@ def run_a_cancelled_sequence_to_its_end(patch: Patch) -> None:
 def give_a_block_that_is_there_already(patch: Patch) -> None:
     def broken(self: Any, sequence: Any, position: int) -> None:
         find_slot(self, sequence, position)
-        if position % self._block_size == 0:
+        if position % self.block_size == 0:
             self.beginning.add(sequence)
 
-    find_slot = DecodeRows._find_slot
+    def written_there(self: Any, sequence: Any, block: int) -> None:
+        add_block(self, sequence, block)
+        self._slots[sequence.row] = block * self.block_size
+        self.beginning.discard(sequence)
+
+    find_slot, add_block = DecodeRows._find_slot, DecodeRows.add_block
     patch.setattr(DecodeRows, "_find_slot", broken)
+    patch.setattr(DecodeRows, "add_block", written_there)
 
 
 def wait_for_ever_for_a_grant(patch: Patch) -> None:

@@ -31,7 +31,7 @@ FIRST_SEED = int(os.environ.get("SPLITSERVE_SIMULATION_SEED", secrets.randbelow(
 SMALL_WORLD = 50
 """Requests: what a bug leaves behind shows at its end. (Large ones, of ``REQUESTS``, have time for what takes
 long to build up.)"""
-PARTS, REQUESTS_A_PART = (REQUESTS, REQUESTS, REQUESTS, SMALL_WORLD), 3_000
+PARTS, REQUESTS_A_PART = (REQUESTS, REQUESTS, REQUESTS, SMALL_WORLD), 2_500
 OF_A_KIND = ((REQUESTS, 500), (SMALL_WORLD, 250))
 """Requests a world, and in all."""
 SEEN = Report()
@@ -68,6 +68,7 @@ def test_the_ends_add_up_to_the_requests() -> None:
 
 
 HAPPENS = """
+blocks saved|blocks loaded
 messages dropped|messages doubled|messages late
 mangled messages refused by the codec|mangled messages left to the cipher
 messages lost in a partition|messages held by a partition
