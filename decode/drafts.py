@@ -25,14 +25,14 @@ LEAST_GAIN = 1.1  # such a step waits for the tokens of the one before
 
 
 class Drafts:
-    """Decides how many tokens of which sequences are drafted."""
+    """Decides how many tokens to draft for each sequence."""
 
     def __init__(self, num_tokens: int, cheap_rows: int) -> None:
         """``num_tokens``: most of a sequence in a step; 0: none."""
         self._num_tokens, self._cheap_rows = num_tokens, cheap_rows
 
     def plan(self, sequences: Sequence[DecodeSequence], most_rows: int) -> dict[DecodeSequence, int]:
-        """Return how many tokens to draft of which sequences, by the tokens that are known."""
+        """Return the number of tokens to draft for each sequence, by the tokens that are known."""
         num_seqs, num_rows = len(sequences), min(most_rows, self._cheap_rows)
         if not self._num_tokens or not 0 < num_seqs < num_rows:
             return {}

@@ -42,10 +42,11 @@ class StoredPrefixes:
     def begin(self, sequence: PrefillSequence, tokens_per_s: float | None, now: float) -> None:
         """Have a prompt that has just come, or to which no worker sends more, wait for what the store may
         have of it. Once: what is still being read for it would be taken for the new."""
+        if not self._group or sequence.from_store:
+            return
         hashes = sequence.usable_hashes(size := self._scheduler.block_size)
-        num_cached = self._blocks.match_prefix(hashes)
-        num_tokens = (len(hashes) - num_cached) * size if self._group else 0
-        if sequence.from_store or not (wait_s := self.waits.seconds(num_tokens, tokens_per_s, now)):
+        num_tokens = (len(hashes) - (num_cached := self._blocks.match_prefix(hashes))) * size
+        if not (wait_s := self.waits.seconds(num_tokens, tokens_per_s, now)):
             return
         sequence.prefix_by, sequence.from_store, last = now + wait_s, True, hashes[num_cached]
         sequence.prefix_of = next((key for key, other in self._reading.items() if last in other.hashes), None)

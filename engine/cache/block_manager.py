@@ -96,7 +96,7 @@ class BlockManager:
         return sum(self._references[self._block_of[h]] == 0 for h in hashes if h in self._block_of)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of these hashes, all of which are here."""
+        """Return the blocks of these hashes. All are here."""
         return [self._block_of[block_hash] for block_hash in hashes]
 
     def acquire_prefix(self, hashes: Sequence[bytes]) -> list[int]:

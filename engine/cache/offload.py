@@ -5,7 +5,6 @@ worker has nothing else to do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import islice
 
 from .block_manager import BlockManager
@@ -28,10 +27,6 @@ class Offload:
         if not (idle or self._blocks.num_free <= self._blocks.num_blocks // 4):
             return [], []
         hashes = list(islice(self._left, count))
-        self.skip(hashes)
-        return hashes, self._blocks.find(hashes)
-
-    def skip(self, hashes: Iterable[bytes]) -> None:
-        """Do not write these."""
         for block_hash in hashes:
-            self._left.pop(block_hash, None)
+            del self._left[block_hash]
+        return hashes, self._blocks.find(hashes)
