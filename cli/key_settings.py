@@ -62,10 +62,8 @@ class KeysTenantSettings(_OfTenantsFile):
     shared_cache: str | None = Field(
         default=None,
         max_length=256,
-        description=(
-            "Group whose tenants share one prefix cache, and can guess by its speed the prompts of "
-            "the others; empty: none, the default."
-        ),
+        description="Group whose tenants share one prefix cache, and can guess by its speed the prompts "
+        "of the others; empty: none, the default.",
     )
 
 

@@ -103,10 +103,8 @@ class UpSettings(BaseModel):
     )
     flexible: bool = Field(
         default=False,
-        description=(
-            "Workers that can change their roles (`splitserve flip`): `prefill` and `decode` count the "
-            "roles that they begin with."
-        ),
+        description="Workers that can change their roles (`splitserve flip`): `prefill` and `decode` "
+        "count the roles that they begin with.",
     )
     borrow: bool = Field(
         default=False,
@@ -181,10 +179,8 @@ class AdminServer(BaseModel):
     )
     admin_key_file: Path | None = Field(
         default=None,
-        description=(
-            "File with the coordinator's admin key. Default: found by itself for a coordinator that "
-            "you run on this host."
-        ),
+        description="File with the coordinator's admin key. Default: found by itself for a coordinator "
+        "that you run on this host.",
     )
     tls_ca: Path | None = Field(
         default=None,
@@ -216,9 +212,8 @@ class DoctorSettings(BaseModel):
 
     model: Path | None = Field(
         default=None,
-        description=(
-            "Model to check: folder, hub model or s3:// as of the roles. Default: the bundled demo model."
-        ),
+        description="Model to check: folder, hub model or s3:// as of the roles. Default: the bundled "
+        "demo model.",
     )
     revision: str = Field(
         default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."

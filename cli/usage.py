@@ -28,15 +28,13 @@ class UsageSettings(BaseModel):
     )
     by: str = Field(
         default="tenant",
-        description=(
-            "Rows by tenant, key, model, endpoint, priority_class, status, day: one or more, with commas."
-        ),
+        description="Rows by tenant, key, model, endpoint, priority_class, status, day: one or more, with "
+        "commas.",
     )
     since: str = Field(
         default="",
-        description=(
-            "From this time on: 2026-11-30, 2026-11-30T12:00 (UTC) or unix seconds. Default: this month."
-        ),
+        description="From this time on: 2026-11-30, 2026-11-30T12:00 (UTC) or unix seconds. Default: this "
+        "month.",
     )
     until: str = Field(default="", description="Up to this time. Default: now.")
     as_json: bool = Field(default=False, description="Print JSON.")

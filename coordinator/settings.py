@@ -42,19 +42,15 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     control_address: str = Field(
         default="tcp://127.0.0.1:7700",
         pattern=r"^tcp://[^\s:]+:\d+$|^tcp://\[[0-9a-fA-F:.]+\]:\d+$",
-        description=(
-            "Where workers reach the coordinator: it listens here. tcp://HOST:PORT, HOST an address of "
-            "this machine or 0.0.0.0."
-        ),
+        description="Where workers reach the coordinator: it listens here. tcp://HOST:PORT, HOST an "
+        "address of this machine or 0.0.0.0.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=1,
         le=1 << 20,
-        description=(
-            "Most tokens of prompt and output together. Default: the model's, or as many as every "
-            "worker holds."
-        ),
+        description="Most tokens of prompt and output together. Default: the model's, or as many as every "
+        "worker holds.",
     )
     tool_call_parser: ToolParserOption = Field(
         default="auto", description="How the model writes tool calls. auto: by its chat template."

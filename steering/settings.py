@@ -29,10 +29,8 @@ class SteeringSettings(BaseModel):
     )
     steer_profile: Path | None = Field(
         default=None,
-        description=(
-            "The workers' latency model, made by `splitserve profile`, by which the pool controller "
-            "predicts. Without it, rules decide."
-        ),
+        description="The workers' latency model, made by `splitserve profile`, by which the pool "
+        "controller predicts. Without it, rules decide.",
     )
     steer_min_workers: int = Field(
         default=2, ge=2, le=65_536, description="The pool controller never has fewer workers than these."
@@ -47,9 +45,8 @@ class SteeringSettings(BaseModel):
         default=50,
         ge=1,
         le=1_000_000,
-        description=(
-            "More requests than these waiting for --steer-scale-up-after-s: one more worker is wanted."
-        ),
+        description="More requests than these waiting for --steer-scale-up-after-s: one more worker is "
+        "wanted.",
     )
     steer_scale_up_latency: str = Field(
         default="",
@@ -96,10 +93,8 @@ class SteeringSettings(BaseModel):
     steer_command: str | None = Field(
         default=None,
         min_length=1,
-        description=(
-            "Starts and stops workers for --steer act: run with `up ROLE`, and with `down WORKER` once "
-            "that has drained and ended."
-        ),
+        description="Starts and stops workers for --steer act: run with `up ROLE`, and with `down WORKER` "
+        "once that has drained and ended.",
     )
 
     @property

@@ -28,9 +28,8 @@ class RecordSettings(ReportSettings):
     )
     trace_token_times: bool = Field(
         default=False,
-        description=(
-            "With --trace-folder: write when each token came, in seconds after its request's arrival."
-        ),
+        description="With --trace-folder: write when each token came, in seconds after its request's "
+        "arrival.",
     )
     trace_sample_ratio: float = Field(
         default=1.0,
