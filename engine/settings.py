@@ -28,6 +28,13 @@ class ComputeSettings(BaseModel):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one.",
     )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="GPUs of a worker, `device` and the next ones, each with a part of the model. On CPUs: "
+        "parts with `threads` threads each. Roles may differ.",
+    )
     dtype: DType = Field(
         default="auto",
         description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or "
