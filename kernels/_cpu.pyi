@@ -26,6 +26,7 @@ def attention(
     block_size: int,
     num_heads: int,
     num_kv_heads: int,
+    plane_heads: int,
     head_dim: int,
     planes: int,
     window: int,
@@ -51,6 +52,7 @@ def rope_and_store(
     block_size: int,
     num_heads: int,
     num_kv_heads: int,
+    plane_heads: int,
     head_dim: int,
     planes: int,
     eps: float,
@@ -100,6 +102,7 @@ def gumbel_argmax(logits: int, keys: int, chosen: int, rows: int, vocab_size: in
 SOURCES_HASH: str
 
 def set_num_threads(threads: int, /) -> None: ...
+def use_thread_pool(number: int, /) -> None: ...
 def instruction_sets() -> list[str]: ...
 def use_instruction_set(name: str, /) -> int: ...
 def ask_from_rows(rows: int, /) -> None: ...

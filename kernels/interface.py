@@ -5,7 +5,8 @@ Activations are [num_tokens, features], contiguous, in the model's dtype. The po
 2 (K, V) or 1 (each key is its value, too), num_kv_heads, block_size, head_dim] in the same dtype; or in
 float8_e4m3fn with ``kv_scales`` (float32 [num_layers, 2, num_kv_heads]): a key is then what the pool holds
 times its head's scale; or, on CPUs, in int8: each row of head_dim numbers has its float32 scale behind it, so
-that a row is head_dim + INT8_SCALE_BYTES long. Keys may lie grouped: see ``key_group``.
+that a row is head_dim + INT8_SCALE_BYTES long. Keys may lie grouped: see ``key_group``. On CPUs the pool may
+be a view of some heads of a wider one; layers that run in one call (``FusedLayers``) take none.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from . import _cpu
 from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, MixtureWeights, RopeInputs, joined
 from .measured_choice import NEVER, ROWS, KernelChoices, rows_of_onednn
 from .mixture_shape import ACTIVATIONS, Activation
-from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes
-from .native_linear import LinearByRows, OneDnnLinear, PackedLinear, check_rows, shape_of
+from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, plane_heads
+from .native_linear import OF_ONE_THREAD, LinearByRows, OneDnnLinear, PackedLinear, check_rows, shape_of
 from .packed_weights import PackedWeights
 from .quantised import QuantisedWeight, Scheme, Weight, parts_of
 from .quantised_linear import QuantisedLinear
@@ -31,8 +31,8 @@ MEASURED_WEIGHTS = 1 << 21  # of a linear: more than a core's caches hold
 
 
 class NativeCpuKernels:
-    """See ``interface.Kernels`` for the contracts. Not for several threads at a time: they would share one
-    pool of helpers."""
+    """See ``interface.Kernels`` for the contracts. Several threads compute at a time if each has kernels of
+    another ``rank``, so that they share no pool of helpers."""
 
     key_group = 16
 
@@ -44,15 +44,22 @@ class NativeCpuKernels:
         packed: PackedWeights | None = None,
         quantization: Scheme | None = None,
         codes: bool = False,
+        rank: int = 0,
     ) -> None:
         """``onednn_choices``: where bfloat16 products may be oneDNN's, when that is faster. ``quantization``:
-        of weights that are not quantised yet. ``codes``: see ``PackedLinear``."""
+        of weights that are not quantised yet. ``codes``: see ``PackedLinear``. ``rank``: the number of the
+        pool of helpers."""
         self._choices, self._quantization, self._codes = onednn_choices, quantization, codes
-        self._num_threads = num_threads
+        self._rank, self._num_threads = rank, num_threads
         self._packed = packed or PackedWeights()
         self._panel = _cpu.use_instruction_set(instruction_set)
         self._onednn_rows: dict[str, int] = {}
-        _cpu.set_num_threads(num_threads)
+        self.use_this_thread()
+
+    def use_this_thread(self) -> None:
+        """Compute on the calling thread from now on, with this rank's helpers."""
+        _cpu.use_thread_pool(self._rank)
+        _cpu.set_num_threads(self._num_threads)
 
     def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
         parts = parts_of(weight)
@@ -102,7 +109,7 @@ class NativeCpuKernels:
 
         def measure() -> int:  # by one thread: what else runs would change the times of several
             torch_threads = torch.get_num_threads()
-            _cpu.set_num_threads(1)
+            _cpu.use_thread_pool(OF_ONE_THREAD)
             torch.set_num_threads(1)
             part = joined(weight)[: max(self._panel, MEASURED_WEIGHTS // k)]
             own = PackedLinear(part, None, PackedWeights(), coded=self._codes)
@@ -110,7 +117,7 @@ class NativeCpuKernels:
             x = {count: torch.ones(count, k, dtype=torch.bfloat16) for count in ROWS}
             limit = rows_of_onednn(lambda count: own(x[count]), lambda count: onednn(x[count]))
             torch.set_num_threads(torch_threads)
-            _cpu.set_num_threads(self._num_threads)
+            _cpu.use_thread_pool(self._rank)
             return limit
 
         name = f"{n}x{k}"
@@ -142,8 +149,9 @@ class NativeCpuKernels:
             qkv.data_ptr(), pool.data_ptr(), rope.cos_sin.data_ptr(), rope.positions.data_ptr(),
             rope.slot_mapping.data_ptr(), address(rope.q_norm), address(rope.k_norm),
             rope.q_norm is not None and rope.q_norm.dim() == 2, rows,
-            pool.shape[1], layer, pool.shape[4], rope.num_heads, rope.num_kv_heads, rope.head_dim,
-            pool.shape[2], rope.norm_eps, *cache_codes(qkv.dtype, pool), address(rope.kv_scales),
+            pool.shape[1], layer, pool.shape[4], rope.num_heads, rope.num_kv_heads, plane_heads(pool),
+            rope.head_dim, pool.shape[2], rope.norm_eps, *cache_codes(qkv.dtype, pool),
+            address(rope.kv_scales),
         )  # fmt: skip
         return qkv.narrow(1, 0, rope.num_heads * rope.head_dim).view(rows, rope.num_heads, rope.head_dim)
 
@@ -156,8 +164,9 @@ class NativeCpuKernels:
             inputs.query_start_loc.data_ptr(), inputs.seq_lens.data_ptr(),
             inputs.block_tables.data_ptr(), address(inputs.sinks), len(inputs.seq_lens),
             inputs.block_tables.shape[1], pool.shape[1], layer, pool.shape[4], num_heads, pool.shape[3],
-            head_dim, pool.shape[2], NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window,
-            inputs.scale, inputs.softcap, *cache_codes(q.dtype, pool), address(inputs.kv_scales),
+            plane_heads(pool), head_dim, pool.shape[2],
+            NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window, inputs.scale,
+            inputs.softcap, *cache_codes(q.dtype, pool), address(inputs.kv_scales),
         )  # fmt: skip
         return out
 

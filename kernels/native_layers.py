@@ -57,38 +57,26 @@ class NativeLayers:
         assert hidden.is_contiguous()
         assert residual.is_contiguous()
         assert residual.dtype == hidden.dtype
+        assert pool.is_contiguous()  # not some heads of a wider one
         code, cache = cache_codes(hidden.dtype, pool)
         num_tokens, hidden_size = residual.shape
         _cpu.decoder_layers(
-            self._address,
-            first,
-            last,
-            hidden.data_ptr(),
-            residual.data_ptr(),
-            num_tokens,
-            hidden_size,
-            self._intermediate_size,
-            pool.data_ptr(),
-            rope.positions.data_ptr(),
-            rope.slot_mapping.data_ptr(),
-            attention.query_start_loc.data_ptr(),
-            attention.seq_lens.data_ptr(),
-            attention.block_tables.data_ptr(),
-            attention.seq_lens.shape[0],
-            attention.block_tables.shape[1],
-            pool.shape[1],
-            pool.shape[4],
-            rope.num_heads,
-            rope.num_kv_heads,
-            rope.head_dim,
-            attention.scale,
-            attention.softcap,
-            self._eps,
-            rope.norm_eps,
-            code,
-            cache,
-            address(rope.kv_scales),
-        )
+            self._address, first, last, hidden.data_ptr(), residual.data_ptr(), num_tokens, hidden_size,
+            self._intermediate_size, pool.data_ptr(), rope.positions.data_ptr(),
+            rope.slot_mapping.data_ptr(), attention.query_start_loc.data_ptr(), attention.seq_lens.data_ptr(),
+            attention.block_tables.data_ptr(), attention.seq_lens.shape[0], attention.block_tables.shape[1],
+            pool.shape[1], pool.shape[4], rope.num_heads, rope.num_kv_heads, rope.head_dim, attention.scale,
+            attention.softcap, self._eps, rope.norm_eps, code, cache, address(rope.kv_scales),
+        )  # fmt: skip
+
+
+def plane_heads(pool: Tensor) -> int:
+    """The heads that lie side by side in memory, of which ``pool`` may be a view of some."""
+    _, layers, planes, _, block_size, row = pool.shape
+    run = block_size * row
+    plane = pool.stride(2)
+    assert pool.stride() == (layers * planes * plane, planes * plane, plane, run, row, 1)
+    return plane // run
 
 
 def cache_codes(dtype: torch.dtype, pool: Tensor) -> tuple[int, int]:

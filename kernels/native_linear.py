@@ -26,6 +26,7 @@ PROBE_ROWS, PROBE_SIZE = 32, 768
 # see asking_rows in cpu/simd.h; a tile has at most twelve rows
 ASKING_ROWS, ALWAYS_ASKING = ((1, 2, 4, 6, 8), 12)
 CODED = -1  # in place of a number of parts, see cpu/kernels.h
+OF_ONE_THREAD = -1  # a pool of helpers that has none
 STREAMED_COPIES = 56  # of a probe's weights: more than a CPU's caches hold
 
 
@@ -111,7 +112,7 @@ def measured_instruction_set(choices: KernelChoices) -> str:
         return _cpu.instruction_sets()[0]
 
     def measure() -> int:
-        _cpu.set_num_threads(1)
+        _cpu.use_thread_pool(OF_ONE_THREAD)
         linears = [_probe(name) for name in names]
         seconds = fastest(linears)
         return seconds.index(min(seconds))
@@ -136,7 +137,7 @@ def measured_asking_rows(choices: KernelChoices, instruction_set: str) -> int:
     measures."""
 
     def measure() -> int:
-        _cpu.set_num_threads(1)
+        _cpu.use_thread_pool(OF_ONE_THREAD)
         part = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16)
         _cpu.use_instruction_set(instruction_set)
         linear = PackedLinear([part] * STREAMED_COPIES, None, PackedWeights())
@@ -161,7 +162,7 @@ def measured_coding(choices: KernelChoices, instruction_set: str) -> bool:
     measures."""
 
     def measure() -> int:
-        _cpu.set_num_threads(1)
+        _cpu.use_thread_pool(OF_ONE_THREAD)
         _cpu.use_instruction_set(instruction_set)
         part = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16)
         forms = [

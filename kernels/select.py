@@ -36,10 +36,12 @@ def select_kernels(
     fp8_weights: bool = False,
     packed: PackedWeights | None = None,
     shape: AttentionShape | None = None,
+    rank: int = 0,
 ) -> Kernels:
     """Triton's on GPUs, with another package's attention where it is there and agrees for ``shape``; C++ on
     CPUs, which lay weights into ``packed``; plain torch where Triton or a C++ compiler was missing at
-    installation. ``fp8_weights``: the checkpoint has some. Raises UnsuitableKernelsError."""
+    installation. ``fp8_weights``: the checkpoint has some. ``rank``: see ``NativeCpuKernels``. Raises
+    UnsuitableKernelsError."""
     if device.type == "cuda":
         if kv_dtype == "int8":
             raise UnsuitableKernelsError(
@@ -72,7 +74,8 @@ def select_kernels(
     codes = measured_coding(choices, instruction_set)
     how += ", bfloat16 weights in 12.25 bits" if codes else ""
     logger.info("kernels: C++ for %s%s, %d thread(s)", instruction_set, how, num_threads)
-    return NativeCpuKernels(num_threads, instruction_set, choices if onednn else None, packed, scheme, codes)
+    measured = choices if onednn else None
+    return NativeCpuKernels(num_threads, instruction_set, measured, packed, scheme, codes, rank)
 
 
 def numerics(device: torch.device, exact: bool) -> str:

@@ -52,7 +52,7 @@ struct KeyValues {  // where one sequence's keys and values of one layer and hea
       : table(g.block_tables + item.seq * g.table_stride), row(row_length<T>(g.head_dim)), block_size(g.block_size),
         grouped(keys_in_groups(g.planes, block_size)) {
     const int64_t run = block_size * row;
-    const int64_t plane = g.num_kv_heads * run;
+    const int64_t plane = g.plane_heads * run;
     value_offset = g.planes == 2 ? plane : 0;
     block_stride = g.num_layers * g.planes * plane;
     base = static_cast<const T*>(g.pool) + g.layer * g.planes * plane + item.head * run;

@@ -1,6 +1,7 @@
 // One kernel call, its items shared among the pool's threads; and which instruction set it is in. Included by module.cpp alone.
 #pragma once
 #include <algorithm>
+#include <map>
 #include <vector>
 
 #include "kernels.h"
@@ -56,7 +57,9 @@ bool supported(const Kernels* kernels) {
 }
 
 const Kernels* active = nullptr;
-ThreadPool pool;
+ThreadPool first_pool;
+std::map<int64_t, ThreadPool> pools;  // the others, by number
+thread_local ThreadPool* pool = &first_pool;  // of calls from this thread
 
 constexpr double kShortCall = 2e5;  // multiply-adds or so: some 20 microseconds
 
@@ -64,7 +67,7 @@ constexpr double kShortCall = 2e5;  // multiply-adds or so: some 20 microseconds
 template <class F>
 void share(int64_t items, double work, F&& body) {
   if (work < kShortCall) return body(0, items);
-  pool.run(items, (items + pool.size() - 1) / pool.size(), body);
+  pool->run(items, (items + pool->size() - 1) / pool->size(), body);
 }
 
 // The same on threads of its own, for a start: cores that later are other workers' still have nothing to do.
@@ -150,6 +153,6 @@ void call(const AttentionArgs& g, const AttentionItems& cut) {
   const int64_t count = int64_t(cut.items.size());
   const bool decodes = count == g.num_seqs * g.num_kv_heads;  // else items take different times
   if (cut.work < kShortCall) attend(0, count);
-  else pool.run(count, decodes && g.num_seqs >= 4 * pool.size() ? g.num_kv_heads : 1, attend);
+  else pool->run(count, decodes && g.num_seqs >= 4 * pool->size() ? g.num_kv_heads : 1, attend);
 }
 }  // namespace

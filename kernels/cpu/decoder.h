@@ -36,7 +36,7 @@ struct DecoderArgs {
 };
 
 void run_layers(DecoderArgs& g) {
-  static Bytes normed_buffer, qkv_buffer, attended_buffer, gate_up_buffer, activated_buffer;  // one step at a time
+  static thread_local Bytes normed_buffer, qkv_buffer, attended_buffer, gate_up_buffer, activated_buffer;  // one step at a time
   const int64_t m = g.num_tokens, e = g.hidden_size, f = g.intermediate_size, item = g.dtype == kFloat32 ? 4 : 2;
   const int64_t q_size = g.rope.num_heads * g.rope.head_dim, qkv_size = q_size + 2 * g.rope.num_kv_heads * g.rope.head_dim;
   void *normed = normed_buffer.reserve(m * e * item), *qkv = qkv_buffer.reserve(m * qkv_size * item);

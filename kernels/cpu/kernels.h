@@ -71,14 +71,14 @@ struct Matrix {              // a linear's weights, see LinearArgs
 
 struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and values are read where they lie in the pool
   const void* q;             // [num_tokens, num_heads, head_dim], tokens q_stride apart
-  const void* pool;          // [num_blocks, num_layers, planes, num_kv_heads, block_size, a row of head_dim: see kv_codes.h]
+  const void* pool;          // from its first head on: [num_blocks, num_layers, planes, plane_heads, block_size, a row of head_dim: see kv_codes.h]
   void* out;                 // [num_tokens, num_heads, head_dim]
   const int32_t* query_start_loc;  // [num_seqs + 1]
   const int32_t* seq_lens;         // [num_seqs]
   const int32_t* block_tables;     // [num_seqs, table_stride]
   const float* sinks;        // [num_heads] or null: a score of each head that has no value (Xiao et al., StreamingLLM, 2023)
-  int64_t q_stride, num_seqs, table_stride, num_layers, layer, block_size, num_heads, num_kv_heads, head_dim;
-  int64_t planes = 2;        // keys and values; 1: keys are the values, too
+  int64_t q_stride, num_seqs, table_stride, num_layers, layer, block_size, num_heads, num_kv_heads, plane_heads, head_dim;
+  int64_t planes = 2;        // keys and values; 1: keys are the values, too. plane_heads: those in memory; num_kv_heads are this caller's
   int64_t window;            // a token sees the window tokens that end with itself; INT32_MAX: all
   float scale;
   float softcap;             // scaled scores become softcap tanh(score / softcap); 0: they stay
@@ -100,7 +100,7 @@ struct RopeArgs {            // q and k are normalised (where asked) and rotated
   const void* q_norm;        // [head_dim], or of all heads together, or of each head, or null
   const void* k_norm;
   bool norms_all_heads, norms_each_head = false;  // the latter: less the head's mean
-  int64_t num_layers, layer, block_size, num_heads, num_kv_heads, head_dim, planes = 2;
+  int64_t num_layers, layer, block_size, num_heads, num_kv_heads, plane_heads, head_dim, planes = 2;  // plane_heads: see AttentionArgs
   float eps;
   Dtype dtype;
   Cache cache = kPlain;

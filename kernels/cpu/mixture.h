@@ -72,8 +72,8 @@ struct Expert {
 // The experts' MLPs of intermediate size `width`. x and y: the rows of one expert after those of the other; x: one row, of all (step 0).
 void run_mlps(const std::vector<Expert>& experts, const void* x, void* y, int64_t step, int64_t hidden_size, int64_t width,
               int64_t activation, Dtype dtype) {
-  static Bytes gate_up_buffer, activated_buffer;
-  static std::vector<LinearArgs> products;
+  static thread_local Bytes gate_up_buffer, activated_buffer;
+  static thread_local std::vector<LinearArgs> products;
   const int64_t item = dtype == kFloat32 ? 4 : 2;
   int64_t rows = 0;
   for (const Expert& expert : experts) rows += expert.rows;
@@ -102,9 +102,10 @@ void run_mlps(const std::vector<Expert>& experts, const void* x, void* y, int64_
 
 // y [m, hidden_size] of x [m, hidden_size]; they may be one.
 void run_mixture(const MixtureWeights& w, const void* x, void* y, int64_t m, Dtype dtype) {
-  static Bytes logits_buffer, experts_buffer, weights_buffer, rows_buffer, out_buffer, sum_buffer;  // one step at a time
-  static RowsOfExperts sorted;
-  static std::vector<Expert> batch;
+  static thread_local Bytes logits_buffer, experts_buffer, weights_buffer, rows_buffer, out_buffer, sum_buffer;  // one step at a time
+  static thread_local RowsOfExperts sorted_here;
+  static thread_local std::vector<Expert> batch;
+  RowsOfExperts& sorted = sorted_here;  // helpers would find their own by the other name
   const int64_t n = w.hidden_size, item = dtype == kFloat32 ? 4 : 2, row_bytes = n * item;
   const int64_t gated = w.shared_size > 0 && w.shared_gated, columns = w.num_experts + gated, stride = w.chosen + gated;
   void* const logits = logits_buffer.reserve(m * columns * item);

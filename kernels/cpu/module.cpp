@@ -2,6 +2,7 @@
 // works with any version of it. The caller keeps the tensors alive, contiguous and of the right size.
 //
 // The instruction set is chosen once, when the module is imported, so one build runs on every machine of an architecture.
+// Threads of Python may compute at once, each with a pool of helpers of its own (use_thread_pool).
 // The GIL is released for calls that take longer than handing it over: many small calls that each give it up would wait for the
 // other threads of the process again and again.
 #define PY_SSIZE_T_CLEAN
@@ -115,7 +116,8 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.query_start_loc = a.address<const int32_t>(); g.seq_lens = a.address<const int32_t>(); g.block_tables = a.address<const int32_t>();
   g.sinks = a.address<const float>();
   g.num_seqs = a.integer(); g.table_stride = a.integer(); g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
-  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.planes = a.integer(); g.window = a.integer();
+  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.plane_heads = a.integer(); g.head_dim = a.integer(); g.planes = a.integer();
+  g.window = a.integer();
   g.scale = float(a.real()); g.softcap = float(a.real()); g.dtype = a.dtype(); g.cache = Cache(a.integer()); g.kv_scales = a.address<const float>();
   if (!a.complete()) return nullptr;
   const AttentionItems items(g);
@@ -131,7 +133,8 @@ PyObject* rope_and_store(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.norms_all_heads = false; g.norms_each_head = a.integer();
   const int64_t num_tokens = a.integer();
   g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
-  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.planes = a.integer(); g.eps = float(a.real()); g.dtype = a.dtype();
+  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.plane_heads = a.integer(); g.head_dim = a.integer(); g.planes = a.integer();
+  g.eps = float(a.real()); g.dtype = a.dtype();
   g.cache = Cache(a.integer()); g.kv_scales = a.address<const float>();
   if (!a.complete()) return nullptr;
   run(work_of(g, num_tokens), [&] { call(g, num_tokens); });
@@ -199,7 +202,7 @@ PyObject* decoder_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   t.query_start_loc = a.address<const int32_t>(); t.seq_lens = a.address<const int32_t>(); t.block_tables = a.address<const int32_t>();
   t.num_seqs = a.integer(); t.table_stride = a.integer();
   r.num_layers = t.num_layers = a.integer(); r.block_size = t.block_size = a.integer();
-  r.num_heads = t.num_heads = a.integer(); r.num_kv_heads = t.num_kv_heads = a.integer(); r.head_dim = t.head_dim = a.integer();
+  r.num_heads = t.num_heads = a.integer(); r.num_kv_heads = t.num_kv_heads = r.plane_heads = t.plane_heads = a.integer(); r.head_dim = t.head_dim = a.integer();
   t.scale = float(a.real()); t.softcap = float(a.real()); g.eps = float(a.real()); r.eps = float(a.real());
   g.dtype = r.dtype = t.dtype = a.dtype(); r.cache = t.cache = Cache(a.integer()); r.kv_scales = t.kv_scales = a.address<const float>();
   if (!a.complete()) return nullptr;
@@ -212,8 +215,16 @@ PyObject* set_num_threads(PyObject*, PyObject* value) {
   const long threads = PyLong_AsLong(value);
   if (threads < 1 || threads > 1024) return PyErr_Format(PyExc_ValueError, "threads must be from 1 to 1024"), nullptr;
   Py_BEGIN_ALLOW_THREADS
-  if (threads != pool.size()) pool.resize(threads);
+  if (threads != pool->size()) pool->resize(threads);
   Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+// The calling thread computes with the helpers of this pool from now on; the pool is made when first used. The GIL guards `pools`.
+PyObject* use_thread_pool(PyObject*, PyObject* number) {
+  const int64_t wanted = PyLong_AsLongLong(number);
+  if (wanted == -1 && PyErr_Occurred()) return nullptr;
+  pool = wanted ? &pools[wanted] : &first_pool;
   Py_RETURN_NONE;
 }
 
@@ -235,7 +246,7 @@ PyObject* use_instruction_set(PyObject*, PyObject* name) {
   if (!wanted) return nullptr;
   for (const Kernels* kernels : kAll)
     if (supported(kernels) && std::string(kernels->name) == wanted) {
-      active = kernels;
+      if (active != kernels) active = kernels;  // other threads may be reading it
       return PyLong_FromLongLong(kernels->panel);
     }
   return PyErr_Format(PyExc_ValueError, "this machine has no instruction set %s", wanted), nullptr;
@@ -244,7 +255,7 @@ PyObject* use_instruction_set(PyObject*, PyObject* name) {
 PyObject* ask_from_rows(PyObject*, PyObject* rows) {
   const int64_t wanted = PyLong_AsLongLong(rows);
   if (wanted == -1 && PyErr_Occurred()) return nullptr;
-  asking_rows = wanted;
+  if (asking_rows != wanted) asking_rows = wanted;
   Py_RETURN_NONE;
 }
 
@@ -255,9 +266,9 @@ PyMethodDef methods[] = {
     FAST(linear, "x, packed or parts, number of parts or 0, bias or 0, y, m, n, k, dtype"),
     FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group, threads"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
-                    "block_size, num_heads, num_kv_heads, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0"),
+                    "block_size, num_heads, num_kv_heads, plane_heads, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, norms_each_head, num_tokens, num_layers, layer, "
-                         "block_size, num_heads, num_kv_heads, head_dim, planes, eps, dtype, cache, kv_scales or 0"),
+                         "block_size, num_heads, num_kv_heads, plane_heads, head_dim, planes, eps, dtype, cache, kv_scales or 0"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
     FAST(gate_mul, "gate_up, y, rows, n, activation, dtype"),
     FAST(mixture, "weights, x, y, rows, dtype"),
@@ -266,7 +277,8 @@ PyMethodDef methods[] = {
                          "head_dim, scale, softcap, eps, qk_eps, dtype, cache, kv_scales or 0"),
     FAST(gumbel_argmax, "logits, keys, chosen, rows, vocab_size"),
 #undef FAST
-    {"set_num_threads", set_num_threads, METH_O, "threads that share one call"},
+    {"set_num_threads", set_num_threads, METH_O, "threads that share one call of the calling thread"},
+    {"use_thread_pool", use_thread_pool, METH_O, "number; the helpers of the calling thread"},
     {"instruction_sets", instruction_sets, METH_NOARGS, "names, best first"},
     {"use_instruction_set", use_instruction_set, METH_O, "name -> panel width"},
     {"ask_from_rows", ask_from_rows, METH_O, "rows from which products ask memory for weights ahead"},

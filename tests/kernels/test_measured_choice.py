@@ -147,17 +147,18 @@ def test_prefetching_changes_no_bits() -> None:
 def test_one_thread_measures_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads were measured while another process had one of their cores, and slow products chosen for
     good."""
-    threads: list[int] = []
+    pools, threads = [], []
 
     def rows_of_onednn(own: object, onednn: object) -> int:
         threads.append(torch.get_num_threads())
         return 8
 
-    monkeypatch.setattr(native_cpu._cpu, "set_num_threads", threads.append)
+    monkeypatch.setattr(native_cpu._cpu, "use_thread_pool", pools.append)
     monkeypatch.setattr(native_cpu, "rows_of_onednn", rows_of_onednn)
-    kernels = native_cpu.NativeCpuKernels(2, native_cpu._cpu.instruction_sets()[0], KernelChoices(None, ""))
+    kernels = native_cpu.NativeCpuKernels(1, native_cpu._cpu.instruction_sets()[0], KernelChoices(None, ""))
     kernels.linear(torch.ones(32, 32, dtype=torch.bfloat16), None)
-    assert threads == [2, 1, 1, 2]
+    assert pools == [0, native_linear.OF_ONE_THREAD, 0]
+    assert threads == [1]
 
 
 @pytest.mark.parametrize(("rows", "packed"), [(NEVER, 4), (8, 4), (0, 0)])
