@@ -26,7 +26,7 @@ PROBE_ROWS, PROBE_SIZE = 32, 768
 # see asking_rows in cpu/simd.h; a tile has at most twelve rows
 ASKING_ROWS, ALWAYS_ASKING = ((1, 2, 4, 6, 8), 12)
 CODED = -1  # in place of a number of parts, see cpu/kernels.h
-OF_ONE_THREAD = -1  # a pool of helpers that has none
+OF_ONE_THREAD = -1  # a pool of no helpers
 STREAMED_COPIES = 56  # of a probe's weights: more than a CPU's caches hold
 
 

@@ -81,6 +81,30 @@ class QuantisedWeight:
             self, codes=codes, scales=self.scales[rows], zeros=zeros, minimums=minimums, supers=supers
         )
 
+    def columns(self, first: int, last: int) -> QuantisedWeight:
+        """The inputs [first, last) alone. Raises ValueError where these codes cannot be cut there."""
+        if self.order is not None:
+            raise ValueError("the columns of a weight with act-order (desc_act) cannot be cut")
+        group, pair = self.group_size, 8 // self.bits
+        units = {"groups": group, "pairs of 4-bit codes": pair}
+        if self.supers is not None:
+            units["super-blocks"] = SUPER_BLOCK
+        for name, size in units.items():
+            within = name == "groups" and first // size == (last - 1) // size
+            if not within and (first % size or (last % size and last < self.in_features)):
+                cut = f"columns {first} to {last} of {self.in_features}"
+                raise ValueError(f"{cut} cannot be cut out of {name} of {size}")
+
+        def part(of: Tensor, size: int) -> Tensor:
+            return of[:, first // size : -(-last // size)].contiguous()
+
+        zeros, minimums = (None if of is None else part(of, group) for of in (self.zeros, self.minimums))
+        supers = None if self.supers is None else part(self.supers, SUPER_BLOCK)
+        return replace(
+            self, codes=part(self.codes, pair), scales=part(self.scales, group), in_features=last - first,
+            zeros=zeros, minimums=minimums, supers=supers,
+        )  # fmt: skip
+
     def dequantised(self) -> Tensor:
         """float32 [out, in]: what every kernel is tested against."""
         if self.bits == 4:
@@ -114,15 +138,23 @@ def parts_of(weight: Weight | Sequence[Weight]) -> Sequence[Weight]:
 
 
 def selected_rows(parts: Sequence[Weight], rows: Tensor) -> list[Weight]:
-    """The outputs ``rows`` (int64) of several weights side by side; none leaves its part."""
+    """The outputs ``rows`` (int64) of several weights side by side: those of the first part, then those of
+    the second. A part of which none is wanted is left out."""
     selected: list[Weight] = []
-    start = 0
+    start = taken = 0
     for part in parts:
-        own = rows[start : start + len(part)] - start
-        assert 0 <= int(own.min()) <= int(own.max()) < len(part)
-        selected.append(part[own] if isinstance(part, Tensor) else part.rows(own))
-        start += len(part)
+        own = rows[(rows >= start) & (rows < start + len(part))]
+        assert torch.equal(own, rows[taken : taken + len(own)])
+        if len(own):
+            selected.append(part[own - start] if isinstance(part, Tensor) else part.rows(own - start))
+        start, taken = start + len(part), taken + len(own)
+    assert taken == len(rows)
     return selected
+
+
+def selected_columns(weight: Weight, first: int, last: int) -> Weight:
+    """See ``QuantisedWeight.columns``."""
+    return weight[:, first:last].contiguous() if isinstance(weight, Tensor) else weight.columns(first, last)
 
 
 def rounded_rows(x: Tensor) -> Tensor:

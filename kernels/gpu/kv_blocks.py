@@ -53,15 +53,9 @@ def block_checksums(pool: Tensor, blocks: Tensor) -> Tensor:
     sums = torch.empty((n, pages, 8), dtype=torch.int64, device=pool.device)
     table = _table(pool.device)
     _page_sums_kernel[(n, triton.cdiv(pages, PAGES_AT_ONCE))](
-        words,
-        blocks,
-        table,
-        sums,
-        BLOCK_WORDS=words.shape[1],
-        NUM_PAGES=pages,
-        PAGES=PAGES_AT_ONCE,
+        words, blocks, table, sums, BLOCK_WORDS=words.shape[1], NUM_PAGES=pages, PAGES=PAGES_AT_ONCE,
         num_warps=4,
-    )
+    )  # fmt: skip
     checksums = torch.empty(n, dtype=torch.int64, device=pool.device)
     _chain_kernel[(n,)](
         words, blocks, table, sums, checksums, BLOCK_WORDS=words.shape[1], NUM_PAGES=pages, num_warps=1
@@ -176,16 +170,9 @@ def _launch(pool: Tensor, blocks: Tensor, packed: Tensor, first_byte: int, unpac
 
 @triton.jit(do_not_specialize=["first", "width"])
 def _copy_kernel(
-    pool,
-    blocks,
-    packed,
-    first,
-    width,
-    BLOCK_WORDS: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORDS: tl.constexpr,
+    pool, blocks, packed, first, width, BLOCK_WORDS: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
     UNPACK: tl.constexpr,
-):
+):  # fmt: skip
     """``first``, ``width``: of the slice, in units of UNIT words. They follow a mover's measured rate, so
     that they must not be compiled in."""
     i = tl.program_id(0).to(tl.int64)

@@ -46,18 +46,9 @@ def _launch(
     assert residual.is_contiguous()
     columns = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(rows,)](
-        x,
-        residual,
-        weight,
-        y,
-        scales,
-        eps,
-        HIDDEN=hidden,
-        COLUMNS=columns,
-        ADDS=x is not None,
-        ROUNDS=scales is not None,
-        num_warps=min(8, max(1, columns // 512)),
-    )
+        x, residual, weight, y, scales, eps, HIDDEN=hidden, COLUMNS=columns, ADDS=x is not None,
+        ROUNDS=scales is not None, num_warps=min(8, max(1, columns // 512)),
+    )  # fmt: skip
 
 
 @triton.jit

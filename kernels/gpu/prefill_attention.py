@@ -128,16 +128,9 @@ def prefill_attention(
 
 @triton.jit(do_not_specialize=["num_seqs", "tokens", "too_short"])
 def _plan_kernel(
-    query_start_loc,
-    seq_lens,
-    tiles,
-    num_tiles,
-    num_seqs,
-    tokens,
-    too_short,
-    SEQS: tl.constexpr,
+    query_start_loc, seq_lens, tiles, num_tiles, num_seqs, tokens, too_short, SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """One program a sequence: a tile's place in the list is the number of tiles whose context is longer (or
     equal, of an earlier one)."""
     b = tl.program_id(0)

@@ -120,17 +120,9 @@ def _penalized(x, words, repetition, presence, frequency):
 
 @triton.jit
 def _penalize_kernel(
-    logits,
-    scores,
-    count_slots,
-    token_counts,
-    repetition,
-    presence,
-    frequency,
-    stride,
-    VOCAB_SIZE: tl.constexpr,
-    SLICE: tl.constexpr,
-):
+    logits, scores, count_slots, token_counts, repetition, presence, frequency, stride,
+    VOCAB_SIZE: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     real = token < VOCAB_SIZE
