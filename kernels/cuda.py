@@ -138,6 +138,9 @@ class CudaKernels:
             prefill_attention(out, q, pool, layer, inputs, prefill, split_folds=self._exact)
         return out
 
+    def use_this_thread(self) -> None:
+        """No thread has settings of its own."""
+
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> None:
         """One call after the other it is."""
 

@@ -203,6 +203,10 @@ class FusedLayers(Protocol):
 class Kernels(Protocol):
     key_group: int  # tokens whose keys lie item by item, see cpu/kv_codes.h; 1: one after the other
 
+    def use_this_thread(self) -> None:
+        """Compute on the calling thread from now on."""
+        ...
+
     def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None, as_is: bool = False) -> Linear:
         """Prepare weight [out_features, in_features], or several that become one, their outputs side by side.
         Any layout may come of it; the tensors may be dropped afterwards. ``as_is``: it is not quantised at

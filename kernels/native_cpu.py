@@ -57,7 +57,7 @@ class NativeCpuKernels:
         self.use_this_thread()
 
     def use_this_thread(self) -> None:
-        """Compute on the calling thread from now on, with this rank's helpers."""
+        """With this rank's helpers."""
         _cpu.use_thread_pool(self._rank)
         _cpu.set_num_threads(self._num_threads)
 

@@ -181,6 +181,9 @@ class TorchKernels:
             out[rows] = attention(q[rows], keys, values, inputs)
         return out.flatten(1)
 
+    def use_this_thread(self) -> None:
+        """No thread has settings of its own."""
+
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> None:
         """One call after the other it is."""
 

@@ -20,17 +20,9 @@ HEADER = 4  # words before the columns: rows, changes, whether the lengths are t
 
 
 def advance(
-    packed: Tensor,
-    sampled: Tensor,
-    accepted: Tensor,
-    token_ids: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    block_tables: Tensor,
-    num_rows: int,
-    block_size: int,
-) -> None:
+    packed: Tensor, sampled: Tensor, accepted: Tensor, token_ids: Tensor, positions: Tensor,
+    seq_lens: Tensor, slot_mapping: Tensor, block_tables: Tensor, num_rows: int, block_size: int,
+) -> None:  # fmt: skip
     """Write token_ids, positions, seq_lens int32 [num_rows], slot_mapping int64 [num_rows] and changed
     entries of block_tables int32 [any, max_blocks].
 
