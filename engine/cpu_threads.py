@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,11 @@ class CpuThreads:
     def bound(self) -> tuple[int, ...]:
         """The cores to bind threads to; empty: the scheduler places them."""
         return self.cores if self.count > 1 and self.own else ()
+
+    def of_rank(self, number: int, size: int) -> CpuThreads:
+        """TEMPORARY"""
+        count = max(1, self.count // size)
+        return replace(self, count=count, cores=self.cores[number * count : (number + 1) * count])
 
     def __str__(self) -> str:
         """``2 threads bound to cores 0 and 1 (auto: 2 of 2 cores are left)``"""

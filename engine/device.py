@@ -20,7 +20,21 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 Arrival = Callable[[], Sequence[Tensor]]
 
 
-def select_device(name: str) -> torch.device:
+def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """``name``: of rank 0; where that is a GPU, the others have those after it. Raises ModelConfigError."""
+    device = _first_device(name)
+    if device.type == "cpu" or num_ranks == 1:
+        return device
+    number, count = (device.index or 0) + rank, torch.cuda.device_count()
+    if number >= count:
+        raise ModelConfigError(
+            f"--tensor-parallel-size {num_ranks} from --device {name} on needs cuda:{number}, but torch "
+            f"finds {count} GPUs: lower it"
+        )
+    return torch.device("cuda", number)
+
+
+def _first_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -7,6 +7,7 @@
     ├── StepLogError        a step log cannot be written (step_log.py)
     ├── OutOfMemoryError    the KV cache does not fit; names what would fit, and the option to lower
     ├── DeviceLostError     this process has lost its GPU; another process has to replace it
+    ├── RankFailedError     one of a worker's ranks cannot go on with a step
     ├── KVStoreError        the folder of the KV store cannot be written to
     └── GrammarError        a grammar that cannot be compiled or followed; the fault of one request
 
@@ -61,6 +62,10 @@ class KVStoreError(EngineError):
 
 class DeviceLostError(EngineError):
     """The GPU's context is lost: every further step would fail."""
+
+
+class RankFailedError(EngineError):
+    """A rank of this worker failed, and with it the step of all."""
 
 
 class GrammarError(EngineError):

@@ -89,7 +89,7 @@ def _computing_model(
         "KV cache: %d blocks of %d tokens, %.2f GiB",
         cache.num_blocks,
         cache.layout.block_size,
-        cache.num_bytes / 2**30,
+        cache.num_blocks * loaded.layout.block_bytes / 2**30,
     )
     return WorkerModel(
         runner=runner,
@@ -100,9 +100,9 @@ def _computing_model(
             window=loaded.config.window,
             kv_name=loaded.kv_name,
             revision=loaded.revision,
-            block_size=cache.layout.block_size,
-            cache_map=cache.layout.cache_map,
-            block_bytes=cache.layout.block_bytes,
+            block_size=loaded.layout.block_size,
+            cache_map=loaded.layout.cache_map,
+            block_bytes=loaded.layout.block_bytes,
         ),
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         max_model_len=loaded.max_model_len,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -12,7 +15,7 @@ from ..kernels.interface import AttentionShape, Kernels
 from ..kernels.packed_weights import PackedWeights, kept_files
 from ..kernels.select import UnsuitableKernelsError, numerics, select_kernels
 from .cache.kv_cache import KVCache, KVCacheLayout
-from .cache.kv_cache_size import KVCacheSize, KVCacheWish, host_room, kv_cache_size, shrunk
+from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size, shrunk
 from .cache.memory_claims import MemoryClaims
 from .cpu_threads import AUTO, CpuThreads, choose_threads, cpu_quota, new_threads_bound, usable_cores
 from .device import available_bytes, free_host_bytes, select_device, select_dtype
@@ -29,8 +32,10 @@ from .model.config import ModelConfig
 from .model.decoder import DecoderModel
 from .model.layers import LayerLoader
 from .model.model_folder import content_names
+from .model.ranks import ALONE, Rank, check_split, of_rank
 from .model.weight_sizes import weight_bytes
 from .model.weights import Checkpoint
+from .ranks.threads import ranks_of
 from .settings import WorkerSettings
 from .worker_readings import StartPhases
 
@@ -44,39 +49,52 @@ TORCH_SPLITS = 1 << 20  # elements that torch sums on several threads
 
 class LoadedModel:
     """``max_model_len``: what the KV cache holds at most; ``kv_name``, ``revision``, ``numerics``: see
-    ``ModelIdentity``; ``phases``: how long each part of the start took."""
+    ``ModelIdentity``; ``phases``: how long each part of the start took.
 
-    def __init__(self, engine: EngineConfig) -> None:
-        """Raises EngineError with what to do."""
+    ``layout``: of a whole block. On a CPU all ranks write to the one pool of such blocks; on GPUs each has a
+    pool of its own heads. ``pool``: what this rank computes with."""
+
+    def __init__(self, engine: EngineConfig, rank: Rank = ALONE, first: LoadedModel | None = None) -> None:
+        """``first``: of rank 0, for the others. Raises EngineError with what to do."""
         self.phases, settings = StartPhases(), engine.settings
-        config, self.device = ModelConfig.from_folder(settings.model), select_device(settings.device)
+        self.rank, self._engine = rank, engine
+        config, self.device = (
+            ModelConfig.from_folder(settings.model),
+            select_device(settings.device, rank.number, rank.size),
+        )
         check_formats(settings, config, self.device)
-        model_len = max_model_len(settings.max_model_len, config)
-        self.config = config.for_length(model_len)
-        self._claims = MemoryClaims(settings.coordinator)
-        threads = self._claim_threads(settings)
+        check_split(config, rank.size, settings.exact)
+        self._model_len = max_model_len(settings.max_model_len, config)
+        self.config = config.for_length(self._model_len)
+        self._own_heads = rank.kv_heads(config.num_kv_heads)
+        self._claims: MemoryClaims = MemoryClaims(settings.coordinator) if first is None else first._claims
+        self._threads: CpuThreads = self._claim_threads(settings) if first is None else first._threads
+        threads = self._threads.of_rank(rank.number, rank.size)
         self._num_torch_threads = 1 if settings.exact else threads.count  # torch's own sums change with it
         self._bound_cores, self._bound = threads.bound, threading.local()
-        self.use_this_thread()
-        weights_name, self.revision = _names(settings, self.config)
+        self._use_torch()
+        self._names: tuple[str, str] = _names(settings, self.config) if first is None else first._names
+        weights_name, self.revision = self._names
         self.phases.done("fingerprint")
-        kept = (
-            kept_files(settings.model, weights_name, settings.dtype, settings.exact)
-            if self.device.type == "cpu"
-            else ()
-        )
+        kept: Sequence[Path] = ()
+        if self.device.type == "cpu":
+            part = f"-{rank.number}-of-{rank.size}" if rank.size > 1 else ""
+            kept = kept_files(settings.model, weights_name + part, settings.dtype, settings.exact)
         packed = PackedWeights(kept, min(threads.loading, PACKING_THREADS))
         block_size = settings.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
         self.kernels = self._select_kernels(settings, threads, block_size, packed)
-        self.numerics = numerics(self.device, settings.exact)
-        layout, weights = self._load(settings, weights_name, model_len, block_size)
+        sums = config.mixture is not None and any(config.mixture.layers)
+        self.numerics = numerics(self.device, settings.exact, rank.size if sums else 1)
+        self.layout, self._weight_bytes = self._load(settings, weights_name, self._model_len, block_size)
         packed.finish()
         self.phases.done("weights")
-        self.kv_cache = self._make_cache(engine, layout, weights, model_len)
-        self.phases.done("KV cache")
 
     def use_this_thread(self) -> None:
         """The number of threads and the device are settings of the calling thread."""
+        self.kernels.use_this_thread()
+        self._use_torch()
+
+    def _use_torch(self) -> None:
         torch.set_num_threads(self._num_torch_threads)
         if self._bound_cores and threading.current_thread() is not threading.main_thread():
             self._bind_this_thread()
@@ -106,7 +124,7 @@ class LoadedModel:
         self, settings: WorkerSettings, threads: CpuThreads, block_size: int, packed: PackedWeights
     ) -> Kernels:
         """Raises ModelConfigError."""
-        c = self.config
+        c = of_rank(self.config, self.rank)
         shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, c.sliding_windows)
         try:
             with new_threads_bound(threads.bound[1:]):
@@ -119,6 +137,7 @@ class LoadedModel:
                     fp8_weights=c.quantisation is not None and c.quantisation.float8,
                     packed=packed,
                     shape=shape if c.latent is None else None,
+                    rank=self.rank.number,
                 )
         except UnsuitableKernelsError as error:
             raise ModelConfigError(str(error)) from error
@@ -139,8 +158,9 @@ class LoadedModel:
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
             weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0
-            with self._claims.turn():
-                self._claims.claim(weights)
+            if self.rank.number == 0:
+                with self._claims.turn():
+                    self._claims.claim(weights)
             load = LayerLoader(
                 checkpoint,
                 self.kernels,
@@ -149,40 +169,57 @@ class LoadedModel:
                 LOADING_THREADS[self.device.type],
                 self.config.quantisation,
                 settings.exact,
+                self.rank,
             )
             self.decoder = _load_model(
                 self.config, load, min(model_len, max(longest, 1)), fp8_cache=settings.kv_dtype == "fp8"
             )
         return layout, weights
 
-    def _make_cache(
-        self, engine: EngineConfig, layout: KVCacheLayout, weights: int, model_len: int
-    ) -> KVCache:
+    def make_cache(self, num_blocks: int, max_model_len: int, first: LoadedModel | None = None) -> None:
         """Raises OutOfMemoryError."""
-        wish = wish_of(engine, layout, self.config.max_model_len, self.device)
-        size = self._size(engine, wish, weights)
-        self.max_model_len = size.max_model_len
-        if size.max_model_len < model_len:
+        self.max_model_len, layout, heads = max_model_len, self.layout, self._own_heads
+        if max_model_len < self._model_len and first is None:
             logger.warning(
                 "max_model_len is %d, not the model's %d: the KV cache of %.2f GiB holds no longer sequence; "
                 "with more memory, or a larger --kv-cache-gib, it could",
-                size.max_model_len, model_len, size.num_blocks * layout.block_bytes / 2**30
+                max_model_len, self._model_len, num_blocks * layout.block_bytes / 2**30
             )  # fmt: skip
-        cache = KVCache(layout, size.num_blocks, self.device, engine.pool_allocator)
-        if engine.pool_allocator is not None:
-            self._claims.committed(cache.num_bytes)
-        return cache
+        if self.device.type != "cpu":
+            self.kv_cache = KVCache(self.own_layout, num_blocks, self.device)
+            self.pool = self.kv_cache.pool
+        else:
+            allocate = self._engine.pool_allocator
+            self.kv_cache = (
+                KVCache(layout, num_blocks, self.device, allocate) if first is None else first.kv_cache
+            )
+            if allocate is not None and first is None:
+                self._claims.committed(self.kv_cache.num_bytes)
+            self.pool = self.kv_cache.pool[:, :, :, heads]
+        self.phases.done("KV cache")
 
-    def _size(self, engine: EngineConfig, wish: KVCacheWish, weights: int) -> KVCacheSize:
+    @property
+    def own_layout(self) -> KVCacheLayout:
+        """That of a block of this rank's heads."""
+        return replace(self.layout, num_kv_heads=self._own_heads.stop - self._own_heads.start)
+
+    def cache_size(self) -> KVCacheSize:
         """Size the KV cache by the memory that is free now, and claim it where that is the host's. Raises
         OutOfMemoryError."""
+        engine, weights, own = self._engine, self._weight_bytes, self.own_layout.block_bytes
+        wish = wish_of(engine, self.layout, self.config.max_model_len, self.device)
+        if self.device.type != "cpu" and own < wish.block_bytes:
+            of_all = wish.num_bytes
+            part = None if of_all is None else of_all * own // wish.block_bytes
+            wish = replace(wish, block_bytes=own, num_bytes=part)
         with self._claims.turn() as others:
             pending = others.pending
             if self.device.type == "cuda":
                 pending = 0
                 torch.cuda.empty_cache()  # what loading has left over
                 used = torch.cuda.memory_reserved(self.device)
-                room = gpu_room_of(engine, self.config, self.device, self.dtype, used)
+                config = of_rank(self.config, self.rank)
+                room = gpu_room_of(engine, config, self.device, self.dtype, used)
             else:
                 room = host_room(
                     free=free_host_bytes(),
@@ -211,6 +248,22 @@ class LoadedModel:
                     )
                 self._claims.claim(weights, num_bytes)
         return size
+
+
+def load_ranks(engine: EngineConfig) -> list[LoadedModel]:
+    """The model of each rank, rank 0 first, KV caches of one size. Raises EngineError with what to do."""
+    settings = engine.settings
+    first, *others = ranks_of(select_device(settings.device), settings.tensor_parallel_size)
+    loaded = [LoadedModel(engine, first)]
+    loaded += (LoadedModel(engine, rank, loaded[0]) for rank in others)
+    sizes = [each.cache_size() for each in (loaded if loaded[0].device.type == "cuda" else loaded[:1])]
+    num_blocks, longest = (
+        min(of) for of in zip(*((s.num_blocks, s.max_model_len) for s in sizes), strict=True)
+    )
+    for each in loaded:
+        each.make_cache(num_blocks, longest, None if each is loaded[0] else loaded[0])
+    loaded[0].use_this_thread()
+    return loaded
 
 
 def _names(settings: WorkerSettings, config: ModelConfig) -> tuple[str, str]:

@@ -78,11 +78,13 @@ def select_kernels(
     return NativeCpuKernels(num_threads, instruction_set, measured, packed, scheme, codes, rank)
 
 
-def numerics(device: torch.device, exact: bool) -> str:
+def numerics(device: torch.device, exact: bool, num_ranks: int = 1) -> str:
     """Names how results come about: what two exact workers must share. Of those that are not exact, only that
     they are not."""
     if not exact:
         return "fast"
+    if num_ranks > 1:
+        return f"{numerics(device, exact)}, summed over {num_ranks} ranks"
     if device.type == "cuda":
         import triton
 

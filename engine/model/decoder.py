@@ -27,6 +27,7 @@ from .config import ModelConfig
 from .decoder_layer import DecoderLayer
 from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, LatentChunks, latent_chunks
 from .layers import LayerLoader
+from .ranks import of_rank
 from .rope import cos_sin_table
 from .tensors import expected_tensors, ignored_tensors
 
@@ -76,7 +77,7 @@ class DecoderModel:
         self, config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool = False
     ) -> None:
         load.checkpoint.check(expected_tensors(config), ignored_tensors(config))
-        self._config = config
+        self._config, self.rank = of_rank(config, load.rank), load.rank
         self._kernels = load.kernels
         self._embed_table, self._dtype = load.vocabulary_table(config.tensors.embed), load.dtype
         self._tables = {
@@ -84,7 +85,7 @@ class DecoderModel:
             for rope in set(config.ropes)
         }
         self._eps = config.residual_eps
-        self._expands = config.latent if load.expands_latent else None
+        self._expands = self._config.latent if load.expands_latent else None
         self._layers = load.each(
             lambda i: DecoderLayer(config, i, load, self._tables[config.ropes[i]]), config.num_layers
         )
@@ -227,7 +228,7 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Final hidden states [n, E] -> float32 [n, V], in ``out`` if given."""
-        logits = self._head(hidden)
+        logits = self.rank.joined(self._head(hidden), self._config.vocab_size)
         logits = logits.float() if out is None else out.copy_(logits)
         factor, softcap = self._config.scales.logits, self._config.logits_softcap
         if softcap:

@@ -16,6 +16,7 @@ from ...kernels.interface import (
     RoundingLinear,
 )
 from .config import ModelConfig
+from .experts import load_mixture
 from .latent_attention import LatentAttention
 from .latent_chunks import ExpandedQueries, LatentChunks
 from .layers import LayerLoader
@@ -25,20 +26,21 @@ from .rope import rows_of_qkv
 class DecoderLayer:
     def __init__(self, config: ModelConfig, index: int, load: LayerLoader, cos_sin: Tensor) -> None:
         t, name = config.tensors, config.tensors.layer.format(index)
-        rows = rows_of_qkv(config.ropes[index], config.head_dim, config.num_heads, config.num_kv_heads)
+        rank, sizes = load.rank, (config.head_dim, config.num_heads, config.num_kv_heads)
+        rows = rows_of_qkv(config.ropes[index], *sizes)
 
         def norm(of: str) -> Tensor | None:
             return load.norm(f"{name}.{of}", float(config.unit_norms)) if of else None
 
-        def norm_of_heads(of: str) -> Tensor | None:
+        def norm_of_heads(of: str, own: slice) -> Tensor | None:
             """In the order of the heads' numbers here."""
             weight = norm(of) if config.qk_norm else None
-            if weight is None or rows is None:
-                return weight
-            own = rows[: weight.numel()].to(weight.device)  # q's come first; k's are in the same order
-            return weight.flatten()[own].view_as(weight)
+            if weight is not None and rows is not None:
+                order = rows[: weight.numel()].to(weight.device)  # q's come first; k's are in the same order
+                weight = weight.flatten()[order].view_as(weight)
+            return weight[own].contiguous() if weight is not None and config.qk_norm == "each" else weight
 
-        self._index = index
+        self._index, self._rank = index, rank
         self._kernels = load.kernels
         self._eps, self._cos_sin = config.residual_eps, cos_sin
         self._qk_norm, self._qk_eps = config.qk_norm, config.rms_norm_eps
@@ -53,16 +55,19 @@ class DecoderLayer:
             latent = LatentAttention(config.latent, name, load, config.ropes[index].interleaved)
             self._latent, self._qkv, self._o = latent, latent.queries_and_key, latent.output
         else:
-            self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, rows)
+            own = rows_of_qkv(config.ropes[index], *sizes, rank)
+            self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, own)
             self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
-        self._q_norm, self._k_norm = norm_of_heads(t.q_norm), norm_of_heads(t.k_norm)
+        self._q_norm = norm_of_heads(t.q_norm, rank.part(config.num_heads))
+        self._k_norm = norm_of_heads(t.k_norm, rank.kv_heads(config.num_kv_heads))
         self._mlp: DenseMlp | Mixture
         if config.mixture is not None and config.mixture.layers[index]:
-            self._mlp = load.mixture(name, config.mixture)
+            self._mlp = load_mixture(load, name, config.mixture)
         else:
-            gate_up = load.column([f"{name}.{of}" for of in (t.gate, t.up) if of], config.mlp_bias)
+            size, names = config.intermediate_size, [f"{name}.{of}" for of in (t.gate, t.up) if of]
+            gate_up = load.column(names, config.mlp_bias, rank.rows(size, size))
             down = load.row(f"{name}.{t.down}", config.mlp_bias, config.layer_norms)
-            self._mlp = DenseMlp(gate_up, config.activation, down, config.intermediate_size)
+            self._mlp = DenseMlp(gate_up, config.activation, down, size // rank.size)
 
     @property
     def parts(self) -> LayerParts:
@@ -83,10 +88,21 @@ class DecoderLayer:
         if self._qk_norm != "all":
             rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
         elif self._q_norm is not None and self._k_norm is not None:
-            first, last = len(self._q_norm), len(self._q_norm) + len(self._k_norm)
+            first = rope.num_heads * rope.head_dim
+            last = first + rope.num_kv_heads * rope.head_dim
             for part, weight in ((qkv[:, :first], self._q_norm), (qkv[:, first:last], self._k_norm)):
-                part.copy_(self._kernels.rms_norm(part.contiguous(), weight, self._qk_eps))
+                part.copy_(self._norm_of_all_heads(part.clone(), weight))
         return self._kernels.rope_and_store(qkv, pool, self._index, rope)
+
+    def _norm_of_all_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x``: of this rank's heads. The others may still read it when this returns."""
+        rank, width = self._rank, x.shape[1]
+        if rank.size == 1:
+            return self._kernels.rms_norm(x, weight, self._qk_eps)
+        parts = rank.joined(x, rank.size * width).view(len(x), rank.size, width)
+        copies = rank.size * width // len(weight)  # ranks with the same heads
+        normed = self._kernels.rms_norm(parts[:, ::copies].flatten(1), weight, self._qk_eps)
+        return normed.view(len(x), -1, width)[:, rank.number // copies]
 
     def project_chunks(
         self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs, chunks: LatentChunks

@@ -34,16 +34,19 @@ EXPANDED_BYTES = 64 << 20  # of keys and values at once; a head at least
 
 class LatentAttention:
     def __init__(self, config: LatentConfig, layer: str, load: LayerLoader, interleaved: bool) -> None:
-        c, name = config, f"{layer}.{ATTENTION}"
-        self._config, self._kernels, self._interleaved = config, load.kernels, interleaved
+        """``config``: of all ranks."""
+        queries, name = config.num_heads * (config.plain + config.rotated), f"{layer}.{ATTENTION}"
+        self._config = c = replace(config, num_heads=config.num_heads // load.rank.size)
+        self._kernels, self._interleaved = load.kernels, interleaved
         self._q_a = self._q_a_norm = None
         if c.query_rank:
-            self._q_a = load.row(f"{name}.q_a_proj", c.bias)
+            self._q_a = load.whole(f"{name}.q_a_proj", c.bias)
             self._q_a_norm = load.norm(f"{name}.q_a_layernorm")
-        self._q = load.row(f"{name}.{'q_b_proj' if c.query_rank else 'q_proj'}", False)
-        self._kv_a = load.row(f"{name}.kv_a_proj_with_mqa", c.bias)
+        own, of = load.rank.rows(queries), f"{name}.{'q_b_proj' if c.query_rank else 'q_proj'}"
+        self._q = load.column([of], False, own)
+        self._kv_a = load.whole(f"{name}.kv_a_proj_with_mqa", c.bias)
         self._kv_a_norm = load.norm(f"{name}.kv_a_layernorm")
-        heads = load.weight(f"{name}.kv_b_proj").view(c.num_heads, c.plain + c.value, c.rank)
+        heads = load.own_rows(f"{name}.kv_b_proj").view(c.num_heads, c.plain + c.value, c.rank)
         linear = load.kernels.linear
         self._keys = [linear(head[: c.plain].t().contiguous(), None, True) for head in heads]
         self._values = [linear(head[c.plain :].contiguous(), None, True) for head in heads]

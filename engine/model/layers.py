@@ -15,13 +15,15 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ...kernels.interface import ExpertWeights, Kernels, Linear, Mixture, MixtureWeights
-from ...kernels.quantised import Weight, selected_rows
+from ...kernels.interface import Kernels, Linear
+from ...kernels.quantised import Weight, selected_columns, selected_rows
+from ..errors import ModelConfigError
 from .config import ModelConfig
 from .gguf_blocks import QuantisedTable
-from .mixture_config import MixtureConfig
 from .quantisation import Quantisation
 from .quantised_tensors import quantised_weight
+from .ranks import ALONE, Rank
+from .split_products import Joined, summed
 
 ROWS_AT_ONCE = 8192  # of a table that are dequantised
 Layer = TypeVar("Layer")
@@ -55,6 +57,7 @@ class LayerLoader:
     num_threads: int = 1  # that load layers side by side; kernels on CPUs allow one
     quantisation: Quantisation | None = None  # of the checkpoint
     exact: bool = False  # see kernels/select.py
+    rank: Rank = ALONE  # whose part of each layer is loaded
 
     @property
     def expands_latent(self) -> bool:
@@ -79,71 +82,59 @@ class LayerLoader:
 
         ``rows`` int64 [outputs]: which of the checkpoint's rows is at each place; None: all in order.
         """
-        weight = [self._weight(name) for name in names]
-        biases = torch.cat([self._tensor(f"{name}.bias") for name in names]) if bias else None
+        weight = [self.stored_weight(name) for name in names]
+        biases = torch.cat([self.whole_tensor(f"{name}.bias") for name in names]) if bias else None
         if rows is not None:
             weight = selected_rows(weight, rows)
             biases = None if biases is None else biases[rows]
-        return self._linear(weight, biases)
+        return self._linear([self.placed(part) for part in weight], biases)
 
     def row(self, name: str, bias: bool, centred: bool = False) -> Linear:
-        """``centred``: the outputs' mean is subtracted from each."""
-        weight, of = self._weight(name), self._tensor(f"{name}.bias") if bias else None
+        """A sum over ranks, or in exact mode a part of the outputs on each (``ranks.py``). ``centred``: their
+        mean is subtracted from each."""
+        rank, weight = self.rank, self.stored_weight(name)
+        if rank.size > 1 and not self.exact:
+            weight = self.own_columns(weight, name)
+        weight, of = self.placed(weight), self.whole_tensor(f"{name}.bias") if bias else None
         if centred:
             weight, of = _centred(self._wide(weight)), None if of is None else _centred(of)
-        return self._linear(weight, of)
+        if rank.size == 1:
+            return self._linear(weight, of)
+        if self.exact:
+            own = rank.part(len(weight))
+            linear = self._linear(rows_of(weight, own), None if of is None else of[own])
+            return Joined(linear, rank, _inputs(weight), len(weight))
+        return summed(self._linear(weight, of if rank.number == 0 else None), rank)
+
+    def whole(self, name: str, bias: bool) -> Linear:
+        """One that every rank computes."""
+        return self._linear(self._weight(name), self.whole_tensor(f"{name}.bias") if bias else None)
+
+    def own_columns(self, weight: Weight, name: str) -> Weight:
+        """This rank's part of the inputs."""
+        if self.rank.size == 1:
+            return weight
+        part = self.rank.part(_inputs(weight))
+        try:
+            return selected_columns(weight, part.start, part.stop)
+        except ValueError as error:
+            raise ModelConfigError(
+                f"--tensor-parallel-size {self.rank.size} does not fit the quantised {name}: {error}"
+            ) from error
 
     def _linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:
         linear = self.kernels.linear(weight, bias)
         self.checkpoint.drop_pages()
         return linear
 
-    def mixture(self, layer: str, config: MixtureConfig) -> Mixture:
-        """The experts of the layer of this name."""
-        shape, names = config.shape, config.names
-
-        def tensor(of: str) -> Tensor:
-            return self._tensor(f"{layer}.{of}")
-
-        def expert(i: int) -> ExpertWeights:
-            self.checkpoint.drop_pages()  # of the one before
-            parts = [of.format(i) for of in (names.gate, names.up, names.down)]
-            gate, up, down = (
-                self._weight(f"{layer}.{of}") for of in (parts if i < shape.num_experts else names.shared)
-            )
-            return ExpertWeights([gate, up], down)
-
-        def part(i: int) -> ExpertWeights:
-            """From tensors of all experts: gate and up alternate."""
-            self.checkpoint.drop_pages()
-            gate_up, down = (self._expert(f"{layer}.{of}", i) for of in (names.gate, names.down))
-            if isinstance(gate_up, Tensor):
-                return ExpertWeights([gate_up[::2], gate_up[1::2]], down)
-            return ExpertWeights([gate_up.rows(slice(first, None, 2)) for first in (0, 1)], down)
-
-        router = tensor(f"{names.router}.weight")
-        if shape.gates:
-            router = torch.cat((router, tensor(f"{names.shared_gate}.weight")))
-        if names.up:
-            correction = None
-            if config.corrected:
-                correction = self.checkpoint.tensor(f"{layer}.{names.correction}").to(self.device).float()
-            return self.kernels.mixture(MixtureWeights(shape, router, expert, correction=correction))
-        by_turns = tensor(f"{names.gate}_bias")
-        biases = (
-            tensor(f"{names.router}.bias"),
-            torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1),
-            tensor(f"{names.down}_bias"),
-        )
-        return self.kernels.mixture(MixtureWeights(shape, router, part, *biases))
-
     def sinks(self, name: str) -> Tensor:
         """float32 [num_heads]."""
-        return self.checkpoint.tensor(name).to(self.device, torch.float32)
+        sinks = self.checkpoint.tensor(name)
+        return sinks[self.rank.part(len(sinks))].to(self.device, torch.float32)
 
-    def weight(self, name: str) -> Tensor:
-        """In the model's type."""
-        return self._wide(self._weight(name))
+    def own_rows(self, name: str) -> Tensor:
+        """This rank's part of a weight, in the model's type."""
+        return self._wide(own_part(self._weight(name), self.rank))
 
     def differ(self, *names: str) -> bool:
         """Both weights are there, and not the same: config.json calls a head of its own tied."""
@@ -153,10 +144,15 @@ class LayerLoader:
 
     def vocabulary_head(self, name: str, table: Tensor | QuantisedTable | None = None) -> Linear:
         """Hidden states to logits. ``table``: the vocabulary's of this name: a GPU holds it once."""
+        weight: Weight
         is_stored = self.quantisation is None or self.quantisation.of(name) is None
         if self.device.type != "cpu" and is_stored and isinstance(table, Tensor):
-            return self.kernels.head(table)
-        return self.kernels.head(self._weight(name))
+            weight = table
+        else:
+            weight = self.stored_weight(name)
+        if self.rank.size > 1:
+            weight = rows_of(weight, self.rank.tokens(len(weight)))
+        return self.kernels.head(self.placed(weight))
 
     def vocabulary_table(self, name: str) -> Tensor | QuantisedTable:
         """[vocab_size, hidden_size]. On CPUs it stays in the memory map of the weights file, in the file's
@@ -179,7 +175,8 @@ class LayerLoader:
         def scale(layer: str, of: str) -> Tensor:
             names = [f"{layer}.{name.format(of)}" for name in config.tensors.kv_scales]
             given = [self.checkpoint.tensor(name).float() for name in names if self.checkpoint.has(name)]
-            return (given or [torch.ones(1)])[0].flatten().expand(config.num_kv_heads).to(self.device)
+            scales = (given or [torch.ones(1)])[0].flatten().expand(config.num_kv_heads)
+            return scales[self.rank.kv_heads(config.num_kv_heads)].to(self.device)
 
         layers = map(config.tensors.layer.format, range(config.num_layers))
         pairs = [[scale(layer, of) for of in "kv"] for layer in layers]
@@ -187,16 +184,23 @@ class LayerLoader:
 
     def norm(self, name: str, offset: float = 0.0) -> Tensor:
         """The weight plus ``offset``, which is added in float32."""
-        weight = self._tensor(f"{name}.weight")
+        weight = self.whole_tensor(f"{name}.weight")
         return (weight.float() + offset).to(weight.dtype) if offset else weight
 
     def _wide(self, weight: Weight) -> Tensor:
         return weight if isinstance(weight, Tensor) else weight.dequantised().to(self.dtype)
 
     def _weight(self, name: str) -> Weight:
+        return self.placed(self.stored_weight(name))
+
+    def placed(self, weight: Weight) -> Weight:
+        return weight.to(self.device, self.dtype) if isinstance(weight, Tensor) else weight
+
+    def stored_weight(self, name: str) -> Weight:
+        """In the file's own type and memory, if it is not quantised."""
         scheme = None if self.quantisation is None else self.quantisation.of(name)
         if scheme is None:
-            return self._tensor(f"{name}.weight")
+            return self.checkpoint.tensor(f"{name}.weight")
 
         def read(of: str) -> Tensor | None:
             full = f"{name}.{of}"
@@ -204,15 +208,20 @@ class LayerLoader:
 
         return quantised_weight(scheme, read)
 
-    def _expert(self, name: str, i: int) -> Weight:
-        """From a tensor of all experts: inputs come before outputs where it is not quantised."""
-        scheme = None if self.quantisation is None else self.quantisation.of(name)
-        if scheme is None:
-            return self.checkpoint.tensor(name)[i].to(self.device, self.dtype).t()
-        return quantised_weight(scheme, lambda of: self.checkpoint.stored(f"{name}_{of}")[i].to(self.device))
-
-    def _tensor(self, name: str) -> Tensor:
+    def whole_tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.device, self.dtype)
+
+
+def rows_of(weight: Weight, rows: slice) -> Weight:
+    return weight[rows] if isinstance(weight, Tensor) else weight.rows(rows)
+
+
+def _inputs(weight: Weight) -> int:
+    return weight.shape[1] if isinstance(weight, Tensor) else weight.in_features
+
+
+def own_part(weight: Weight, rank: Rank) -> Weight:
+    return weight if rank.size == 1 else rows_of(weight, rank.part(len(weight)))
 
 
 def _centred(outputs: Tensor) -> Tensor:

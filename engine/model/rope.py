@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from .ranks import ALONE, Rank
 from .rope_config import RopeConfig
 
 
@@ -26,15 +27,18 @@ def head_order(rope: RopeConfig, head_dim: int) -> list[int]:
     return [*first, *left[:rest], *second, *left[rest:]]
 
 
-def rows_of_qkv(rope: RopeConfig, head_dim: int, num_heads: int, num_kv_heads: int) -> Tensor | None:
+def rows_of_qkv(
+    rope: RopeConfig, head_dim: int, num_heads: int, num_kv_heads: int, rank: Rank = ALONE
+) -> Tensor | None:
     """Return which row of the checkpoint's q, k and v is at each place of ours: int64 [outputs]; None: all in
     order."""
     order = head_order(rope, head_dim)
-    if order == sorted(order):
+    if order == sorted(order) and rank.size == 1:
         return None
     rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
     rows[: num_heads + num_kv_heads] = rows[: num_heads + num_kv_heads, order]
-    return rows.flatten()
+    own, k, v = rank.kv_heads(num_kv_heads), rows[num_heads:], rows[num_heads + num_kv_heads :]
+    return torch.cat((rows[rank.part(num_heads)], k[own], v[own])).flatten()
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:

@@ -46,7 +46,9 @@ class CudaRecorder:
     """Records CUDA graphs that share one memory pool: only one of them may run at a time. One stream records
     them all: cuBLAS keeps a workspace of 32 MiB for each stream for good."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = True) -> None:
+        """``alone``: no other thread of this process uses CUDA meanwhile."""
+        self._mode = "global" if alone else "thread_local"
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -56,7 +58,7 @@ class CudaRecorder:
             compute()  # what a first call compiles, tunes and allocates is no part of the graph
         torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+        with torch.cuda.graph(graph, self._pool, self._side, self._mode):
             result = compute()
 
         def replay() -> Tensor:

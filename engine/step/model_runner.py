@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from ...kernels.interface import HostKernels, Kernels
 from ...transport.messages.messages import TokenLogprobs
 from ..device import Arrival, bring, passed, send_all
 from ..engine_config import WARM_UP_TOKENS, EngineConfig
-from ..loaded_model import LoadedModel
+from ..loaded_model import LoadedModel, load_ranks
 from ..model.decoder import AttentionMetadata
+from ..ranks.threads import OtherRanks, written_by_all
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .prefill_graphs import PrefillGraphs
@@ -28,6 +29,7 @@ from .warm_up import many_seqs, run_first_steps
 if TYPE_CHECKING:
     from .device_sampler import DeviceSampler
 
+T = TypeVar("T")
 METADATA = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_mapping")
 NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
@@ -37,8 +39,11 @@ class ModelRunner:
     """Loads the model at construction. ``execute`` may be called from any one thread at a time; a step fed
     from another is of the same thread."""
 
-    def __init__(self, engine: EngineConfig) -> None:
-        self.loaded = loaded = LoadedModel(engine)
+    def __init__(self, engine: EngineConfig, loaded: LoadedModel | None = None) -> None:
+        """``loaded``: of a rank other than 0; the runner of rank 0 makes theirs."""
+        ranks = load_ranks(engine) if loaded is None else [loaded]
+        self.loaded = loaded = ranks[0]
+        self._others: OtherRanks[ModelRunner] | None = None
         self.config, self.device, self.phases = loaded.config, loaded.device, loaded.phases
         self.kv_cache, self.max_model_len = loaded.kv_cache, loaded.max_model_len
         self._model = loaded.decoder
@@ -49,12 +54,16 @@ class ModelRunner:
         self._prefill_graphs: PrefillGraphs | None = None
         self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # the last step's tokens
         self._arrived_last: Arrival = lambda: ()  # waits for them on the host
+        self.ranks = ranks
+        if len(ranks) > 1:
+            runners = [self, *(ModelRunner(engine, other) for other in ranks[1:])]
+            self._others = OtherRanks(runners, [each.rank for each in ranks], self.device.type == "cuda")
 
     def capture(self, record: Recorder) -> None:
         """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on, and steps of few
         prompt tokens where that is faster. Raises OutOfMemoryError."""
         max_blocks = -(-self.max_model_len // self.kv_cache.layout.block_size) + 1
-        vocab_size, model, pool = self.config.vocab_size, self._model, self.kv_cache.pool
+        vocab_size, model, pool = self.config.vocab_size, self._model, self.loaded.pool
         with torch.inference_mode():
             if most := self._max_decode_seqs:
                 self._graphs = DecodeGraphs(
@@ -87,7 +96,39 @@ class ModelRunner:
         each linear once over the tokens of all rows and chunks, attention in one call that computes decode
         rows and chunks by the kernel of each, and the last layer's output for the rows that sample alone.
 
-        On a CPU, and with prompt logprobs, the step is over when this returns. Two steps may be under way."""
+        On a CPU, and with prompt logprobs, the step is over when this returns. Two steps may be under way.
+
+        Each rank does the same; rank 0 samples."""
+        if self._others is None:
+            return self._launch(batch, on_layer)
+        reports = on_layer is not None
+        on_layer = on_layer and self._written_by_all(on_layer)
+        return self._on_all(
+            lambda runner: runner._follow(batch, reports), partial(self._launch, batch, on_layer)
+        )
+
+    def _on_all(self, other: Callable[[ModelRunner], object], own: Callable[[], T]) -> T:
+        """Run ``other`` on the ranks other than 0 meanwhile. They have launched what they do when this
+        returns."""
+        if self._others is None:
+            return own()
+        self._others.begin(other)
+        try:
+            result = own()
+        except Exception as error:
+            self._others.finish(error)
+            raise
+        self._others.finish()
+        return result
+
+    def _follow(self, batch: Batch, reports: bool) -> None:
+        """A step on a rank other than 0. ``reports``: rank 0 reports layers."""
+        self._launch(batch, self._written_by_all(_nobody) if reports else None)
+
+    def _written_by_all(self, on_layer: OnLayer) -> OnLayer:
+        return written_by_all(on_layer, self._model.num_layers, self.loaded.rank, self.device)
+
+    def _launch(self, batch: Batch, on_layer: OnLayer | None) -> Callable[[], StepOutput]:
         self.loaded.use_this_thread()
         with torch.inference_mode():
             if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
@@ -117,7 +158,7 @@ class ModelRunner:
         token_ids, metadata, index, which = self._send(batch, rows, sampled)
         every_row = batch.only_decodes or rows == list(range(batch.num_tokens))
         hidden = self._model.forward(
-            token_ids, metadata, self.kv_cache.pool, None if every_row else index, on_layer
+            token_ids, metadata, self.loaded.pool, None if every_row else index, on_layer
         )
         count = len(sampled)
         logits = self._model.logits(hidden[:count]) if sampled else hidden[:0]
@@ -146,10 +187,13 @@ class ModelRunner:
         run_first_steps(self.execute, [min(length, most) for length in lengths], block_size, many)
         self.phases.done("warm-up")
         if self.device.type == "cuda" and (self._max_decode_seqs or self._max_prefill_tokens):
-            self.capture(CudaRecorder())
+            alone = self._others is None
+            self._on_all(
+                lambda runner: runner.capture(CudaRecorder(alone)), lambda: self.capture(CudaRecorder(alone))
+            )
 
     def _decode(self, token_ids: Tensor, metadata: AttentionMetadata, logits: Tensor) -> None:
-        self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None), logits)
+        self._model.logits(self._model.forward(token_ids, metadata, self.loaded.pool, None), logits)
 
     def _send(
         self, batch: Batch, rows: Sequence[int], sampled: Sequence[int]
@@ -175,18 +219,26 @@ class ModelRunner:
             return _no_tokens(batch.num_seqs, passed(self.device))
         positions = batch.seq_lens if len(states) == batch.num_seqs else batch.seq_lens[sampled]
         newest_on_host = self._newest_on_host(batch, sampled)
-        rows = SampledRows(states, positions, computed.newest, newest_on_host, computed.lengths)
-        if isinstance(self._sampler, Sampler):
-            chosen, logprobs = self._sampler.sample(computed.logits, rows)
-            drawn = torch.from_numpy(chosen).to(self.device)
-            read_logprobs: Callable[[], dict[int, TokenLogprobs]] = partial(dict, logprobs)
-        else:
-            drawn, read_logprobs = self._sampler.draw(computed.logits, rows)
+        rank, drawn = self.loaded.rank, None
+        read_logprobs: Callable[[], dict[int, TokenLogprobs]] = dict
+        if rank.number == 0:
+            rows = SampledRows(states, positions, computed.newest, newest_on_host, computed.lengths)
+            drawn, read_logprobs = self._draw(computed.logits, rows)
+        drawn = rank.shared(drawn, len(states))
         if computed.which is not None:
             drawn = drawn.new_full((batch.num_seqs,), -1).index_copy_(0, computed.which, drawn)
         self._sampled_last = drawn
         self._arrived_last = arrived = bring([drawn])
         return lambda: (arrived()[0].numpy(), {sampled[row]: entry for row, entry in read_logprobs().items()})
+
+    def _draw(
+        self, logits: Tensor, rows: SampledRows
+    ) -> tuple[Tensor, Callable[[], dict[int, TokenLogprobs]]]:
+        """Tokens int32 [n] on the device, and a call that waits for the logprobs asked for, by row."""
+        if isinstance(self._sampler, Sampler):
+            chosen, logprobs = self._sampler.sample(logits, rows)
+            return torch.from_numpy(chosen).to(self.device), partial(dict, logprobs)
+        return self._sampler.draw(logits, rows)
 
     def _newest_on_host(self, batch: Batch, sampled: Sequence[int]) -> Callable[[], NDArray[np.int32]]:
         """Return a call that returns the last input tokens of the rows ``sampled``, and waits for the step
@@ -213,9 +265,14 @@ class ModelRunner:
             for start in range(0, len(ids), LOGPROB_ROWS):
                 next_ids = ids[start : start + LOGPROB_ROWS]
                 logits = self._model.logits(hidden[start : start + len(next_ids)])
-                by_row[i] += report_logprobs(logits, next_ids, [count] * len(next_ids))
+                if self.loaded.rank.number == 0:
+                    by_row[i] += report_logprobs(logits, next_ids, [count] * len(next_ids))
             hidden = hidden[len(ids) :]
         return by_row
+
+
+def _nobody(num_layers: int) -> None:
+    pass
 
 
 def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:

@@ -145,12 +145,12 @@ class PrefillGraphs:
         sizes = TOKEN_BUCKETS[: bisect_left(TOKEN_BUCKETS, max_num_tokens) + 1]
         self._inputs = PrefillInputs(sizes[-1], MAX_SEQS, max_blocks, pool.device)
         self._graphs: list[_Graph] = []
-        start, launched = time.monotonic(), dict[int, float]()
+        start, launched, agreed = time.monotonic(), dict[int, float](), model.rank.agreed
         try:
             launched |= self._launched(sizes)
             self._logits = torch.empty((MAX_SEQS, vocab_size), dtype=torch.float32, device=pool.device)
             for size in reversed(launched):  # the largest first: the others fit into its memory
-                if self._graphs and time.monotonic() - start > CAPTURE_S:
+                if self._graphs and agreed(time.monotonic() - start) > CAPTURE_S:
                     _log.info("prefill graphs: none of %d tokens and fewer, for capturing takes long", size)
                     break
                 self._graphs.insert(0, self._record(size, record))
@@ -219,7 +219,7 @@ class PrefillGraphs:
         """Sizes and the seconds of a launched step, up to the first that is bound by the device."""
         least = float("inf")
         for size in sizes:
-            taken = seconds(partial(self._launch, size), self._pool.device)
+            taken = self._model.rank.agreed(seconds(partial(self._launch, size), self._pool.device))
             if taken > LAUNCH_BOUND * (least := min(least, taken)):
                 break
             yield size, taken
@@ -232,7 +232,7 @@ class PrefillGraphs:
         """Keep the buckets up to the first whose graph is not faster than the launches."""
 
         def is_faster(graph: _Graph) -> bool:
-            took = seconds(partial(self._replay, graph), self._pool.device)
+            took = self._model.rank.agreed(seconds(partial(self._replay, graph), self._pool.device))
             return took <= FASTER * launched[graph.num_tokens]
 
         self._graphs = list(takewhile(is_faster, self._graphs))

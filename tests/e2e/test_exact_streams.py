@@ -1,5 +1,5 @@
 """With --exact, what a client receives is the same to the last bit whether a worker was killed in mid-stream
-or not, and whether tokens were drafted or not."""
+or not, whether tokens were drafted or not, and among how many ranks the model is split."""
 
 from __future__ import annotations
 
@@ -145,13 +145,14 @@ def test_a_killed_worker_changes_no_bit(
 def drafting(
     tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Path, PreTrainedModel]
 ) -> Iterator[Cluster]:
-    with running(
-        tiny[0], tmp_path_factory.mktemp("drafting"), *ARGUMENTS, "--decode-num-speculative-tokens", "4"
-    ) as cluster:
+    """Blocks go from two ranks to four, and two of these hold the same heads."""
+    more = ["--decode-num-speculative-tokens", "4"]
+    more += ["--prefill-tensor-parallel-size", "2", "--decode-tensor-parallel-size", "4"]
+    with running(tiny[0], tmp_path_factory.mktemp("drafting"), *ARGUMENTS, *more) as cluster:
         yield cluster
 
 
-def test_drafts_change_no_bit(
+def test_drafts_and_ranks_change_no_bit(
     drafting: Cluster, bodies: dict[str, dict[str, Any]], expected: dict[str, Answer]
 ) -> None:
     """Alone, all at once, and with a decode worker killed."""

@@ -60,7 +60,7 @@ def on_played_gpu(
         monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", (8,))
         monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
         monkeypatch.setattr(prefill_graphs, "FASTER", 2)
-        monkeypatch.setattr(model_runner, "CudaRecorder", lambda: gpu.record)
+        monkeypatch.setattr(model_runner, "CudaRecorder", lambda _: gpu.record)
         yield gpu
 
 

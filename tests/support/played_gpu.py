@@ -45,7 +45,7 @@ class PlayedGpu(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self.sent, self.capturing = 0, False  # copies to the GPU
+        self.sent, self._captures = 0, threading.local()  # copies to the GPU; whether this thread captures
         self.total_bytes = self.free_bytes = self.reserved_bytes = 0  # the last: of this process, in use
         self.cached_bytes = 0  # of this process, kept by torch and not in use
         self.step, self.launching, self.ready = 0, False, False
@@ -138,6 +138,10 @@ class PlayedGpu(TorchFunctionMode):
         self._pinned[host.untyped_storage().data_ptr()] = host
         return host
 
+    @property
+    def capturing(self) -> bool:
+        return getattr(self._captures, "now", False)
+
     def passed(self, step: int) -> None:
         """The host has waited for this step, and may write to its copies' sources again."""
         while self._under_way and self._under_way[0][0] <= step:
@@ -193,11 +197,11 @@ class PlayedGpu(TorchFunctionMode):
         return replay
 
     def _captured(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self.capturing = True
+        self._captures.now = True
         try:
             return compute()
         finally:
-            self.capturing = False
+            self._captures.now = False
 
 
 def _kind(value: Any, plain: bool) -> str:

@@ -25,6 +25,7 @@ MISTAKEN = {
     "step": ("engine.step.step_thread", "StepThread._run"),
     "probes": ("worker.health", "_Server.serve_forever"),
     "kv-store": ("worker.kv_store", "Threads._run"),
+    "rank": ("engine.ranks.threads", "OtherRanks._run"),
 }
 """By the thread's name: where its work begins."""
 ON_DEMAND = {"grammar", "gpu-telemetry"}
@@ -50,6 +51,7 @@ def test_a_thread_that_fails_ends_the_worker(name: str, tmp_path: Path) -> None:
         "--model": DEMO_MODEL,
         "--key-file": tmp_path / "key",
         "--kv-cache-gib": 0.01,
+        "--tensor-parallel-size": 2,
         "--kv-store": tmp_path / "kv",
         "--health-port": free_port(),
         "--coordinator": f"tcp://127.0.0.1:{free_port()},dns://localhost:{free_port()}",

@@ -31,6 +31,7 @@ from splitserve.engine.cache.kv_cache_size import (
 from splitserve.engine.cache.memory_claims import MemoryClaims
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.model.config import ModelConfig
+from splitserve.engine.model.ranks import ALONE
 from splitserve.engine.step.model_runner import ModelRunner
 
 SHAPES = {
@@ -256,9 +257,10 @@ def sized(
         loaded = loaded_model.LoadedModel.__new__(loaded_model.LoadedModel)
         loaded.config, loaded.device = ModelConfig.from_folder(folder), torch.device("cuda", 0)
         loaded.dtype, loaded._claims = torch.bfloat16, MemoryClaims("c", folder / "claims")
-        layout = KVCacheLayout.of(loaded.config, 64, loaded.dtype)
-        wish = loaded_model.wish_of(engine, layout, loaded.config.max_model_len, loaded.device)
-        size = loaded._size(engine, wish, 0)
+        loaded.layout = layout = KVCacheLayout.of(loaded.config, 64, loaded.dtype)
+        loaded.rank, loaded._engine, loaded._weight_bytes = ALONE, engine, 0
+        loaded._own_heads = slice(0, loaded.config.num_kv_heads)
+        size = loaded.cache_size()
         assert size.num_blocks * layout.block_bytes < gpu.free_bytes
         return size, gpu.free_bytes
 

@@ -198,7 +198,7 @@ def test_one_stream_records_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         def wait_stream(self, other: object) -> None: ...
 
     @contextmanager
-    def graph(_: object, pool: object, stream: object) -> Iterator[None]:
+    def graph(_: object, pool: object, stream: object, mode: str) -> Iterator[None]:
         used.append(stream)
         yield
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine import loaded_model
 from splitserve.engine.model.decoder import AttentionMetadata
+from splitserve.engine.model.ranks import ALONE
 from splitserve.engine.step import model_runner, prefill_graphs
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.engine.step.model_runner import ModelRunner
@@ -163,7 +164,7 @@ def test_exact_replays_have_the_bits_of_plain_steps(tmp_path: Path, monkeypatch:
 class Layers:
     """A model that computes nothing."""
 
-    num_layers = 2
+    num_layers, rank = 2, ALONE
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return torch.zeros(len(token_ids), 4)

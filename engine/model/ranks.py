@@ -1,0 +1,128 @@
+"""The ranks of a worker: each computes a part of every layer (tensor parallelism; Shoeybi et al.,
+Megatron-LM, 2019, section 3).
+
+Heads, the columns of MLPs and of experts, and the rows of the vocabulary are split evenly. The output
+projection and the last product of an MLP have a part of their inputs on each rank, and are summed over ranks.
+In exact mode they have a part of their outputs instead, and all inputs are brought to all ranks: no sum is
+split, so that every number of ranks gives the same bits (experts excepted). Norms, routers, the table of
+embeddings and the latent vectors of DeepSeek are every rank's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...kernels.mixture_shape import MixtureShape
+from ..errors import ModelConfigError
+from .config import ModelConfig
+
+
+class Rank:
+    """One of ``size``; and alone, without anything to do for the others. All ranks make the same calls in the
+    same order."""
+
+    def __init__(self, number: int = 0, size: int = 1) -> None:
+        self.number, self.size = number, size
+
+    def part(self, total: int) -> slice:
+        """Which of ``total`` heads or columns are this rank's."""
+        width = total // self.size
+        return slice(self.number * width, (self.number + 1) * width)
+
+    def kv_heads(self, total: int) -> slice:
+        """Which key-value heads; where there are more ranks than heads, several have the same."""
+        first = self.number * total // self.size
+        return slice(first, first + max(1, total // self.size))
+
+    def tokens(self, vocab_size: int) -> slice:
+        """Which rows of the vocabulary; the last rank may have fewer."""
+        width = -(-vocab_size // self.size)
+        return slice(self.number * width, min(vocab_size, (self.number + 1) * width))
+
+    def rows(self, *totals: int) -> Tensor | None:
+        """This rank's part of each of several matrices side by side: int64; None: all."""
+        if self.size == 1:
+            return None
+        starts = (sum(totals[:i]) for i in range(len(totals)))
+        parts = [range(total)[self.part(total)] for total in totals]
+        return torch.tensor([start + row for start, part in zip(starts, parts, strict=True) for row in part])
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, with the same bits on each. ``x`` may be overwritten."""
+        return x
+
+    def joined(self, part: Tensor, width: int) -> Tensor:
+        """The parts of all ranks side by side, [n, width]; the last rank's may be narrower."""
+        return part
+
+    def shared(self, tokens: Tensor | None, count: int) -> Tensor:
+        """Return the int32 [count] that rank 0 gives."""
+        assert tokens is not None
+        return tokens
+
+    def agreed(self, number: float) -> float:
+        """Return the number of rank 0."""
+        return number
+
+    def fail(self) -> None:
+        """No rank can go on with the step: what waits for this one, now or later in the step, raises."""
+
+    def forget(self) -> None:
+        """All ranks have ended a step that failed, and none has begun another: drop what was given in it."""
+
+
+ALONE = Rank()
+
+
+def of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
+    """The sizes of this rank's part."""
+    latent, mixture, size = config.latent, config.mixture, rank.size
+    heads = rank.kv_heads(config.num_kv_heads)
+    if mixture is not None:
+        mixture = replace(mixture, shape=part_of_experts(mixture.shape, size))
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=heads.stop - heads.start,
+        intermediate_size=config.intermediate_size // size,
+        latent=None if latent is None else replace(latent, num_heads=latent.num_heads // size),
+        mixture=mixture,
+    )
+
+
+def part_of_experts(shape: MixtureShape, size: int) -> MixtureShape:
+    """One rank's columns of each expert."""
+    width, shared = shape.intermediate_size // size, shape.shared_size // size
+    return replace(shape, intermediate_size=width, shared_size=shared)
+
+
+def check_split(config: ModelConfig, size: int, exact: bool) -> None:
+    """Raise ModelConfigError where the model cannot be split among so many ranks."""
+    if size == 1:
+        return
+    sizes = {"attention heads": config.num_heads}
+    if exact:
+        sizes["hidden numbers"] = config.hidden_size
+    if config.mixture is None or not all(config.mixture.layers):
+        sizes["columns of an MLP"] = config.intermediate_size
+    if config.mixture is not None:
+        sizes["columns of an expert"] = config.mixture.shape.intermediate_size
+        if config.mixture.shape.shared_size:
+            sizes["columns of the shared expert"] = config.mixture.shape.shared_size
+
+    def fits(count: int) -> bool:
+        heads = config.num_kv_heads
+        return not any(total % count for total in sizes.values()) and (
+            heads % count == 0 or count % heads == 0
+        )
+
+    if not fits(size):
+        possible = ", ".join(str(count) for count in range(2, 65) if fits(count)) or "none"
+        found = ", ".join(f"{total} {name}" for name, total in sizes.items())
+        raise ModelConfigError(
+            f"--tensor-parallel-size {size} does not divide {found} and {config.num_kv_heads} key-value "
+            f"heads evenly (possible: {possible})"
+        )

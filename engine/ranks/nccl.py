@@ -1,0 +1,98 @@
+"""Ranks on GPUs: threads of one process, a GPU each, and sums by NCCL. Graphs record its calls like kernels.
+
+torch.distributed is not used: its process groups are one for each process, and their watchdogs look at
+streams that are being captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RankFailedError
+from .host import HostRank, Mailbox
+
+ID_BYTES = 128
+SUM = 0
+DTYPES = {torch.int32: 2, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of nccl.h
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
+
+
+class Communicators:
+    """NCCL's library, and the communicator of each rank: made when all have asked for theirs."""
+
+    def __init__(self, size: int, library: Any = None, stream: Callable[[], int] | None = None) -> None:
+        """``library``, ``stream``: NCCL and the calling thread's stream, or what plays them. Raises
+        RankFailedError where there is no NCCL."""
+        try:
+            self._library = library or ctypes.CDLL("libnccl.so.2")  # torch has loaded it
+        except OSError as error:
+            raise RankFailedError(
+                f"several GPUs need NCCL, which torch has not loaded here ({error})"
+            ) from error
+        self._stream = stream or (lambda: torch.cuda.current_stream().cuda_stream)
+        self._id, self._handles = UniqueId(), [ctypes.c_void_p() for _ in range(size)]
+        self._is_over = False
+        self._call("ncclGetUniqueId", ctypes.byref(self._id))
+
+    def __call__(self, rank: int, name: str, *arguments: object) -> None:
+        """Call this collective of NCCL in the calling thread's stream. Raises RankFailedError."""
+        if self._is_over:
+            raise RankFailedError("another rank of this worker failed")
+        handle = self._handles[rank]
+        if not handle:
+            self._call("ncclCommInitRank", ctypes.byref(handle), len(self._handles), self._id, rank)
+        self._call(name, *arguments, handle, ctypes.c_void_p(self._stream()))
+
+    def abort(self) -> None:
+        """End what any rank waits for. No rank can go on after that."""
+        was_over, self._is_over = self._is_over, True
+        for handle in self._handles:
+            if handle and not was_over:
+                self._library.ncclCommAbort(handle)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        error = getattr(self._library, name)(*arguments)
+        if error:
+            raise RankFailedError(f"{name}: NCCL's error {error}")
+
+
+class NcclRank(HostRank):
+    def __init__(self, number: int, boxes: Sequence[Sequence[Mailbox]], communicators: Communicators) -> None:
+        super().__init__(number, boxes)
+        self._communicators = communicators
+
+    def sum(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        self._collective("ncclAllReduce", x, x, SUM)
+        return x
+
+    def joined(self, part: Tensor, width: int) -> Tensor:
+        rows, most = len(part), -(-width // self.size)
+        padded = torch.nn.functional.pad(part, (0, most - part.shape[1])).contiguous()
+        parts = padded.new_empty(self.size, rows, most)
+        self._collective("ncclAllGather", padded, parts)
+        return parts.transpose(0, 1).reshape(rows, -1)[:, :width].contiguous()
+
+    def shared(self, tokens: Tensor | None, count: int) -> Tensor:
+        if tokens is None:
+            tokens = torch.empty(count, dtype=torch.int32, device="cuda")
+        self._collective("ncclBroadcast", tokens, tokens, 0)
+        return tokens
+
+    def fail(self) -> None:
+        super().fail()
+        self._communicators.abort()
+
+    def _collective(self, name: str, sent: Tensor, received: Tensor, *which: int) -> None:
+        """``which``: the operation, or the root."""
+        addresses = ctypes.c_void_p(sent.data_ptr()), ctypes.c_void_p(received.data_ptr())
+        count = ctypes.c_size_t(sent.numel())
+        self._communicators(self.number, name, *addresses, count, DTYPES[sent.dtype], *which)

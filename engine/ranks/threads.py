@@ -1,0 +1,90 @@
+"""The threads of a worker's ranks: rank 0 is whatever thread runs a step, the others have their own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from ..errors import DeviceLostError, RankFailedError
+from ..model.ranks import ALONE, Rank
+from .host import HostRank, mailboxes
+from .nccl import Communicators, NcclRank
+
+T = TypeVar("T")
+Work = Callable[[T], object]
+
+
+def ranks_of(device: torch.device, size: int) -> Sequence[Rank]:
+    """Make those of a worker on GPUs from ``device`` on, or on a CPU."""
+    if size == 1:
+        return [ALONE]
+    boxes = mailboxes(size)
+    if device.type == "cpu":
+        return [HostRank(number, boxes) for number in range(size)]
+    communicators = Communicators(size)
+    return [NcclRank(number, boxes, communicators) for number in range(size)]
+
+
+def written_by_all(
+    on_layer: Callable[[int], None], num_layers: int, rank: Rank, device: torch.device
+) -> Callable[[int], None]:
+    """Report what all ranks have written: a layer ends in a sum over them. What comes behind that on one rank
+    comes behind the layers before on every rank. The last layer gets a sum of its own."""
+    at_end = torch.zeros(1, device=device)
+
+    def report(count: int) -> None:
+        if count == num_layers:
+            rank.sum(at_end)
+        on_layer(max(count - 1, 0))
+        if count == num_layers:
+            on_layer(count)
+
+    return report
+
+
+class OtherRanks(Generic[T]):
+    """Runs on all ranks what rank 0 does. ``runners``: of all, rank 0 first."""
+
+    def __init__(self, runners: Sequence[T], ranks: Sequence[Rank], on_gpus: bool) -> None:
+        self._runners, self._ranks, self._on_gpus = runners, ranks, on_gpus
+        self._inboxes = [queue.SimpleQueue[Work[T]]() for _ in runners[1:]]
+        self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        for number in range(1, len(runners)):
+            threading.Thread(target=self._run, args=(number,), name="rank", daemon=True).start()
+
+    def begin(self, work: Work[T]) -> None:
+        """On each other rank, after what was begun before."""
+        for inbox in self._inboxes:
+            inbox.put(work)
+
+    def finish(self, own: Exception | None = None) -> None:
+        """Wait until the others have ended the oldest work that was begun (on GPUs: have launched it). Raises
+        what one of them, or rank 0 (``own``), could not go on for."""
+        if own is not None:
+            self._ranks[0].fail()
+        errors = [own, *(self._ended.get() for _ in self._inboxes)]
+        found = [error for error in errors if error is not None]
+        if not found:
+            return
+        first = next((error for error in found if not isinstance(error, RankFailedError)), found[0])
+        if self._on_gpus:  # a communicator that was aborted is of no more use
+            raise DeviceLostError(
+                f"a GPU of this worker could not go on with a step ({first}): it ends, to be started anew"
+            ) from first
+        for rank in self._ranks:
+            rank.forget()
+        raise first
+
+    def _run(self, number: int) -> None:
+        while True:
+            work, error = self._inboxes[number - 1].get(), None
+            try:
+                work(self._runners[number])
+            except Exception as raised:
+                self._ranks[number].fail()
+                error = raised
+            self._ended.put(error)

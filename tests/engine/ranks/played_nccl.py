@@ -1,0 +1,76 @@
+"""NCCL, played in host memory: each rank is a thread, as with the real one."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+TYPES = {2: torch.int32, 6: torch.float16, 7: torch.float32, 9: torch.bfloat16}
+SUCCESS, INVALID_USAGE = 0, 5
+
+
+class PlayedNccl:
+    """Its functions take what ctypes gives NCCL's. ``calls``: their names, of all ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self.calls = size, list[str]()
+        self._meeting = threading.Barrier(size)
+        self._given: list[torch.Tensor | None] = [None] * size
+
+    def ncclGetUniqueId(self, found: Any) -> int:
+        found._obj.internal = b"here"
+        return SUCCESS
+
+    def ncclCommInitRank(self, handle: Any, size: int, found: Any, rank: int) -> int:
+        assert (found.internal, size) == (b"here", self._size)
+        handle._obj.value = rank + 1
+        self._meeting.wait()
+        return SUCCESS
+
+    def ncclCommAbort(self, handle: Any) -> int:
+        self._meeting.abort()
+        return SUCCESS
+
+    def ncclAllReduce(
+        self, sent: Any, received: Any, count: Any, kind: int, operation: int, handle: Any, stream: Any
+    ) -> int:
+        assert operation == 0
+        return self._collective("sum", sent, received, count, kind, handle)
+
+    def ncclAllGather(self, sent: Any, received: Any, count: Any, kind: int, handle: Any, stream: Any) -> int:
+        return self._collective("gather", sent, received, count, kind, handle)
+
+    def ncclBroadcast(
+        self, sent: Any, received: Any, count: Any, kind: int, root: int, handle: Any, stream: Any
+    ) -> int:
+        assert root == 0
+        return self._collective("broadcast", sent, received, count, kind, handle)
+
+    def _collective(self, name: str, sent: Any, received: Any, count: Any, kind: int, handle: Any) -> int:
+        rank, dtype = handle.value - 1, TYPES[kind]
+        self.calls.append(name)
+        self._given[rank] = _memory(sent, count.value, dtype).clone()
+        try:
+            self._meeting.wait()
+            given = [each for each in self._given if each is not None]
+            result = {
+                "sum": lambda: sum(given),
+                "gather": lambda: torch.cat(given),
+                "broadcast": lambda: given[0],
+            }
+            out = result[name]()
+            self._meeting.wait()
+        except threading.BrokenBarrierError:
+            return INVALID_USAGE
+        _memory(received, len(out), dtype).copy_(out)
+        return SUCCESS
+
+
+def _memory(address: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers at an address."""
+    held = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address.value)
+    return torch.from_numpy(np.frombuffer(held, np.uint8)).view(dtype)
