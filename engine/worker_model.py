@@ -16,6 +16,7 @@ from .step.step_thread import Launch, Runner
 
 if TYPE_CHECKING:
     from .cache.device_blocks import DeviceBlocks
+    from .cache.sharded_blocks import ShardedBlocks
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ class WorkerModel:
     """What a worker's loop needs of a model."""
 
     runner: Runner
-    pool: NDArray[np.uint8] | DeviceBlocks  # [num_blocks, num_layers, layer_bytes]; the KV cache itself
+    pool: NDArray[np.uint8] | DeviceBlocks | ShardedBlocks  # [num_blocks, num_layers, layer_bytes]
     identity: ModelIdentity
     eos_token_ids: frozenset[int]
     max_model_len: int

@@ -21,28 +21,22 @@ def staging(device: str) -> float:
     """0 if pieces of the pool come to the host and go back to other places whole, and no others change."""
     from ...transport.movers.block_memory import Staging  # needs msgspec
 
-    pool = _filled(SHAPE).to(device)
-    before, through = pool.cpu().clone().view(-1), Staging(DeviceBlocks(pool), 256 << 10)
-    record = [(5, 70_000), (131_072, 196_608), (1, 2)]
-    expected = torch.cat([before[start:end] for start, end in record])
-    (read,) = through.read(record)
-    whole = torch.equal(torch.frombuffer(read, dtype=torch.uint8), expected)
-    places = [(300_000 + start, 300_000 + end) for start, end in record]
-    through.write(places)
-    at = 0
-    for start, end in places:
-        before[start:end] = expected[at : at + end - start]
-        at += end - start
-    return float(not (whole and torch.equal(pool.cpu().view(-1), before)))
+    pool = _filled(SHAPE).to(device).view(-1)
+    expected, through = pool.cpu(), Staging(pool.device, 256 << 10)
+    whole = True
+    for start, end in ((5, 70_000), (131_072, 196_608), (1, 2)):
+        read = torch.frombuffer(through.read(pool, (start, end)), dtype=torch.uint8)
+        whole = whole and torch.equal(read, expected[start:end])
+        through.write(pool, (300_000 + start, 300_000 + end))
+        expected[300_000 + start : 300_000 + end] = expected[start:end].clone()
+    return float(not (whole and torch.equal(pool.cpu(), expected)))
 
 
 def cuda_ipc(device: str) -> float:
     """0 if the blocks and layers put reach their places in another process's pool, by the checksums that both
     compute on the GPU."""
-    from ...transport.movers.cuda_ipc import (
-        CudaIpcSource,  # needs msgspec, which only this check and the worker's figures do
-        LoadedCudart,
-    )
+    from ...transport.movers.cuda_ipc import CudaIpcSource  # needs msgspec, which only checks of movers do
+    from ...transport.movers.cudart import LoadedCudart
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -52,9 +46,7 @@ def cuda_ipc(device: str) -> float:
     try:
         pool = _filled(SHAPE).to(device)
         blocks = DeviceBlocks(pool)
-        source = CudaIpcSource(
-            received(ours), len(pool), blocks.pointer, SHAPE, LoadedCudart(pool.device.index or 0)
-        )
+        source = CudaIpcSource(received(ours), len(pool), blocks, LoadedCudart)
         source.put(1, b"", [(i, i, i + 1) for i in range(len(pool) - 2)])
         source.put(1, b"", [(62, 7, 63)], 0, 3)
         source.put(1, b"", [(62, 7, 63)], 3)
@@ -83,12 +75,13 @@ def received(connection: Connection) -> Any:
 
 def _owner(connection: Connection, device: str) -> None:
     """The decode worker's part: a pool that the other process writes."""
-    from ...transport.movers.cuda_ipc import CudaIpcTarget, LoadedCudart
+    from ...transport.movers.cuda_ipc import CudaIpcTarget
+    from ...transport.movers.cudart import LoadedCudart
 
-    pool = torch.zeros(SHAPE, dtype=torch.uint8, device=device)
-    connection.send(CudaIpcTarget(pool.data_ptr(), LoadedCudart(pool.device.index or 0)).address(WRITER))
+    blocks = DeviceBlocks(torch.zeros(SHAPE, dtype=torch.uint8, device=device))
+    connection.send(CudaIpcTarget(blocks, LoadedCudart).address(WRITER))
     connection.recv()
-    connection.send(DeviceBlocks(pool).checksums(list(range(1, len(pool)))))
+    connection.send(blocks.checksums(list(range(1, SHAPE[0]))))
 
 
 def _filled(shape: tuple[int, ...]) -> torch.Tensor:

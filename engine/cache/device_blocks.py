@@ -1,4 +1,4 @@
-"""A GPU's KV pool for movers: its address, its bytes, packed pieces of it, and blocks' checksums, which are
+"""A GPU's KV pool for movers: its address, packed pieces of it, and blocks' checksums, which are
 those that a CPU computes of the same bytes.
 
 All work goes to a stream of its own, beside the step that is running: what is read must be final, what is
@@ -25,8 +25,7 @@ class DeviceBlocks:
     def __init__(self, pool: Tensor) -> None:
         self.device = pool.device
         self.shape = tuple(pool.shape)
-        self.pointer = pool.data_ptr()
-        self.bytes = pool.view(-1)
+        self.rows, self.shards = (1, 1), [(pool.data_ptr(), pool.device, range(1))]
         self._blocks = pool.view(len(pool), -1)
         self._layer_bytes = pool.shape[2]
         self._stream = None

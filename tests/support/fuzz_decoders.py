@@ -22,8 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 from support.fuzz_conversations import GRANT, LAYER_BYTES, SECRET, conversations, converse
 from support.messages import EXAMPLES
 
@@ -31,7 +34,8 @@ from splitserve.transport.channels.coordinator_link import identity_of, opened_t
 from splitserve.transport.channels.keys import key_from_text, new_key
 from splitserve.transport.errors import BadMessage, KeyFileError, MoverError
 from splitserve.transport.messages.codec import WIRE, decode, encode
-from splitserve.transport.movers.cuda_ipc import HANDLE_BYTES, CudaIpcSource, CudaIpcTarget
+from splitserve.transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget
+from splitserve.transport.movers.cudart import HANDLE_BYTES
 from splitserve.transport.movers.lease_book import ParcelHeader
 from splitserve.transport.movers.shm import SharedPool, ShmSource
 from splitserve.transport.movers.tcp.inbound import BadPeer
@@ -85,7 +89,9 @@ def decoders() -> list[Decoder]:
     key = new_key()
     text = f"splitserve-cluster-key 1\npublic {key.public.decode()}\nsecret {key.secret.decode()}\n"
     shared = _shared_pool()
-    cuda_address = CudaIpcTarget(0, _AnyCuda()).address(("p0", 1))
+    cuda_addresses = [
+        CudaIpcTarget(_on_gpus(count), lambda _: _AnyCuda()).address(("p0", 1)) for count in (1, 2)
+    ]
     messages = [encode(example) for example in EXAMPLES]
     return [
         Decoder("message", lambda data: bool(decode(data, EVERY_TYPE)), BadMessage, messages, 8),
@@ -100,7 +106,7 @@ def decoders() -> list[Decoder]:
         ),
         Decoder("key file", lambda data: bool(key_from_text(data, "key")), KeyFileError, [text.encode()]),
         Decoder("shared memory's name", _as_text(_map_shared), MoverError, [shared.name.encode()]),
-        Decoder("cuda_ipc address", _map_cuda, MoverError, [cuda_address]),
+        Decoder("cuda_ipc address", _map_cuda, MoverError, cuda_addresses),
     ]
 
 
@@ -129,7 +135,7 @@ class _AnyCuda:
     def new_stream(self) -> object:
         return None
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: object) -> None: ...
+    def copy(self, target: object, source: object, width: int, num_rows: int, stream: object) -> None: ...
 
     def record(self, stream: object) -> object:
         return None
@@ -140,8 +146,14 @@ class _AnyCuda:
     def end_stream(self, stream: object) -> None: ...
 
 
+def _on_gpus(count: int) -> Any:
+    """A pool of ``count`` heads, one on each GPU."""
+    shards = [(0, torch.device("cpu"), range(i, i + 1)) for i in range(count)]
+    return SimpleNamespace(shape=POOL.shape, rows=(1, count), shards=shards)
+
+
 def _map_cuda(address: bytes) -> bool:
-    CudaIpcSource(address, len(POOL), 0, POOL.shape, _AnyCuda()).close()
+    CudaIpcSource(address, len(POOL), _on_gpus(1), lambda _: _AnyCuda()).close()
     return True
 
 

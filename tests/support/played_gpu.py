@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 GPU = torch.device("cuda", 0)
 READS = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
+COPIES = {"to", "copy_", "cpu", "index_select", "index_copy_"}
 TELLS = {
     "data_ptr", "untyped_storage", "size", "stride", "numel", "dim", "element_size", "as_subclass", "__len__",
     "is_contiguous",
@@ -35,7 +36,12 @@ TELLS = {
 class OnGpu(torch.Tensor):
     """A tensor of the played GPU."""
 
+    index = 0
     __torch_function__ = torch._C._disabled_torch_function_impl  # all is decided by the mode
+
+
+ON_GPUS = [OnGpu, *(type(f"OnGpu{i}", (OnGpu,), {"index": i}) for i in range(1, 4))]
+"""Tensors of each of several played GPUs."""
 
 
 class PlayedGpu(TorchFunctionMode):
@@ -52,8 +58,9 @@ class PlayedGpu(TorchFunctionMode):
         self.variants: set[str] = set()
         self._pinned: dict[int, torch.Tensor] = {}  # page-locked memory, kept for good: addresses name it
         self._under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # copies: step, source, content
+        self.streams = threading.local()  # ``entered``: the GPUs of the streams that this thread is on
+        self.beside_steps = False  # no data may be copied on a GPU's default stream: its steps run there
         self._answers: dict[Any, object] = {
-            torch.Tensor.device.__get__: GPU,  # type: ignore[attr-defined]
             torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
             torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]
         }
@@ -66,6 +73,10 @@ class PlayedGpu(TorchFunctionMode):
         on_host = [x for x in _tensors((*args, *kwargs.values())) if not isinstance(x, OnGpu)]
         if on_gpu and func in self._answers:
             return self._answers[func]
+        if on_gpu and func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("cuda", on_gpu[0].index)
+        if self.beside_steps and name in COPIES:
+            assert {x.index for x in on_gpu} <= set(self.streams.entered), f"{name} waits for steps"
         if name in ("to", "copy_", "pin_memory", "cpu"):
             return self._moved(name, func, args, kwargs)
         if name in ("numpy", "__array__") and on_gpu:
@@ -76,6 +87,8 @@ class PlayedGpu(TorchFunctionMode):
             self._index(name, args[1])
         elif on_gpu and name not in TELLS and any(x.dim() > 0 for x in on_host):
             raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
+        if len({x.index for x in on_gpu}) > 1 and name not in TELLS:
+            raise RuntimeError(f"Expected all tensors to be on the same GPU: {name}")
         place = kwargs.pop("device", None)
         placed = on_gpu if place is None else torch.device(place).type == "cuda"
         if place is not None and not placed:
@@ -86,7 +99,8 @@ class PlayedGpu(TorchFunctionMode):
         result = func(*args, **kwargs)
         if pinned:
             self._lock(result)
-        return _wrapped(result) if placed and name not in READS else result
+        kind = _kind_of(place) if place is not None or not on_gpu else type(on_gpu[0])
+        return _wrapped(result, kind) if placed and name not in READS else result
 
     def _moved(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x, rest = args[0], list(args[1:])
@@ -102,14 +116,15 @@ class PlayedGpu(TorchFunctionMode):
             named = option.device if isinstance(option, torch.Tensor) else option
             place = named if isinstance(named, (str, torch.device)) else place
         rest = [option for option in rest if not isinstance(option, (str, torch.device))]
-        place = GPU if place is None and isinstance(x, OnGpu) else place
+        place = torch.device("cuda", x.index) if place is None and isinstance(x, OnGpu) else place
         to_gpu = name != "cpu" and place is not None and torch.device(place).type == "cuda"
+        kind = _kind_of(place)
         self._cross(x, to_gpu, kwargs.pop("non_blocking", False), None)
         result = torch.Tensor.to(x, *rest, **kwargs) if rest or kwargs else x.as_subclass(torch.Tensor)
-        if to_gpu == isinstance(x, OnGpu):
-            return _wrapped(result) if to_gpu else result
+        if kind is type(x) if to_gpu else not isinstance(x, OnGpu):
+            return _wrapped(result, kind) if to_gpu else result
         result = result.clone() if result.data_ptr() == x.data_ptr() else result
-        return _wrapped(result) if to_gpu else result.as_subclass(torch.Tensor)
+        return _wrapped(result, kind) if to_gpu else result.as_subclass(torch.Tensor)
 
     def _cross(
         self, source: torch.Tensor, to_gpu: bool, non_blocking: bool, target: torch.Tensor | None
@@ -126,7 +141,9 @@ class PlayedGpu(TorchFunctionMode):
 
     def _index(self, name: str, index: Any) -> None:
         for part in index if isinstance(index, tuple) else (index,):
-            on_host = isinstance(part, torch.Tensor) and (type(part) is not OnGpu or part.dtype == torch.bool)
+            on_host = isinstance(part, torch.Tensor) and (
+                not isinstance(part, OnGpu) or part.dtype == torch.bool
+            )
             if on_host or isinstance(part, list):
                 self._wait(f"{name} by {type(part).__name__}")
 
@@ -222,12 +239,17 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _wrapped(result: Any) -> Any:
+def _kind_of(place: Any) -> type[OnGpu]:
+    return ON_GPUS[torch.device(place or GPU).index or 0]
+
+
+def _wrapped(result: Any, kind: type[OnGpu]) -> Any:
     if isinstance(result, torch.Tensor):
-        return result.as_subclass(OnGpu)
+        return result.as_subclass(kind)
     if isinstance(result, tuple) and hasattr(result, "_fields"):
-        return SimpleNamespace(**{field: _wrapped(getattr(result, field)) for field in result._fields})
-    return type(result)(_wrapped(x) for x in result) if isinstance(result, (list, tuple)) else result
+        fields = {field: _wrapped(getattr(result, field), kind) for field in result._fields}
+        return SimpleNamespace(**fields)
+    return type(result)(_wrapped(x, kind) for x in result) if isinstance(result, (list, tuple)) else result
 
 
 class Event:
@@ -250,7 +272,8 @@ class Event:
 
 
 class Stream:
-    def __init__(self, device: object = None) -> None: ...
+    def __init__(self, device: object = None) -> None:
+        self.gpu = torch.device(GPU if device is None else device).index or 0  # type: ignore[call-overload]
 
     def synchronize(self) -> None: ...
 
@@ -260,10 +283,20 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
     """torch finds a GPU, in this thread and in those that are started within."""
     gpu = PlayedGpu()
     gpu.free_bytes = gpu.total_bytes = free_bytes
+    gpu.streams.entered = []
+    interpreting = threading.Lock()  # its grid is a global
+
+    @contextmanager
+    def on(stream: Stream | None) -> Iterator[None]:
+        before = getattr(gpu.streams, "entered", [])
+        gpu.streams.entered = before if stream is None else [*before, stream.gpu]
+        yield
+        gpu.streams.entered = before
+
     properties = SimpleNamespace(name="a played GPU", multi_processor_count=1, uuid="0")
     for name, value in {
         "is_available": lambda: True, "Stream": Stream, "Event": partial(Event, gpu),
-        "stream": lambda _: nullcontext(), "current_stream": Stream,
+        "stream": on, "current_stream": Stream,
         "mem_get_info": lambda _=None: (gpu.free_bytes - gpu.cached_bytes, gpu.total_bytes),
         "memory_reserved": lambda _=None: gpu.reserved_bytes + gpu.cached_bytes,
         "get_device_properties": lambda _: properties,
@@ -285,8 +318,11 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
             assert all(isinstance(x, OnGpu) for x in given), (
                 "Pointer argument cannot be accessed from Triton (cpu tensor?)"
             )
+            current = [0, *getattr(gpu.streams, "entered", [])][-1]
+            assert {x.index for x in given} == {current}, "a kernel is launched on another GPU"
             on_host = {name: _on_host(value) for name, value in kwargs.items()}
-            launch(executor, *(_on_host(x) for x in args), **on_host)
+            with interpreting:
+                launch(executor, *(_on_host(x) for x in args), **on_host)
 
     def note_and_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with torch._C.DisableTorchFunction():

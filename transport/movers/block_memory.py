@@ -29,16 +29,20 @@ class BlockMemory(Protocol):
         """Write ``packed`` into these layers of these blocks."""
 
 
+Shard: TypeAlias = tuple[int, torch.device, range]
+"""What one GPU holds of a pool: the address there, the GPU, and which KV heads of each plane."""
+
+
 class DevicePool(BlockMemory, Protocol):
-    """A pool on a GPU."""
+    """A pool on one GPU or several."""
 
     @property
-    def bytes(self) -> Tensor:
-        """uint8 [number of bytes], the pool's own memory."""
+    def shards(self) -> Sequence[Shard]:
+        """What each GPU holds."""
 
     @property
-    def pointer(self) -> int:
-        """Address on its device."""
+    def rows(self) -> tuple[int, int]:
+        """Planes of a layer, and heads of a plane: a layer's bytes are cut by these. (1, 1) on one GPU."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -79,47 +83,39 @@ def memory_of(pool: BlockPool) -> BlockMemory:
     return HostMemory(pool) if isinstance(pool, np.ndarray) else pool
 
 
-class HostBytes:
-    """The bytes of a pool in host memory: they are read where they are."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._bytes = pool.reshape(-1).data
-
-    def read(self, places: Sequence[Span]) -> list[memoryview]:
-        return [self._bytes[start:end] for start, end in places]
-
-
 class Staging:
-    """The bytes of a pool on a GPU, by ``num_bytes`` of page-locked host memory. For one thread at a time.
-    The copies go to a stream of their own, beside the step that is running: what is read must be final, what
-    is written must belong to no running sequence."""
+    """Bytes on a GPU, by ``num_bytes`` of page-locked host memory. For one thread at a time. The copies go to
+    a stream of their own, beside the step that is running."""
 
-    def __init__(self, pool: DevicePool, num_bytes: int) -> None:
-        self._bytes, self._stream = pool.bytes, None
-        if pool.device.type == "cuda":
-            with torch.cuda.device(pool.device):  # else page-locking would make a context on GPU 0
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device, self._stream = device, None
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # else page-locking would make a context on GPU 0
                 self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-                self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         else:  # a GPU is rehearsed
             self._host = torch.empty(num_bytes, dtype=torch.uint8)
         self.buffer: memoryview = self._host.numpy().data
 
-    def read(self, places: Sequence[Span]) -> list[memoryview]:
-        """Return these bytes of the pool, at most ``num_bytes``, in one piece: good until the next call."""
-        return [self.buffer[: self._copy(places, to_host=True)]]
+    def empty(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], on the GPU, to be written."""
+        with torch.cuda.stream(self._stream):  # its memory is free on this stream; steps may still use other
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def write(self, record: Sequence[Span]) -> None:
-        """Write the first bytes of ``buffer`` to these places of the pool. Return when they are there."""
-        self._copy(record, to_host=False)
+    def read(self, data: Tensor, place: Span) -> memoryview:
+        """Return these bytes of ``data``, at most ``num_bytes``: good until the next call."""
+        return self.buffer[: self._copy(data, place, to_host=True)]
 
-    def _copy(self, record: Sequence[Span], to_host: bool) -> int:
-        at = 0
+    def write(self, data: Tensor, place: Span) -> None:
+        """Write the first bytes of ``buffer`` to this place of ``data``. Return when they are there."""
+        self._copy(data, place, to_host=False)
+
+    def _copy(self, data: Tensor, place: Span, to_host: bool) -> int:
+        device = data[slice(*place)]
+        host = self._host[: len(device)]
+        target, source = (host, device) if to_host else (device, host)
         with torch.cuda.stream(self._stream):
-            for start, end in record:
-                host, device = self._host[at : at + end - start], self._bytes[start:end]
-                target, source = (host, device) if to_host else (device, host)
-                target.copy_(source, non_blocking=True)
-                at += end - start
+            target.copy_(source, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
-        return at
+        return len(device)

@@ -1,60 +1,124 @@
 """The ``cuda_ipc`` mover: the decode worker's pool on a GPU, mapped into a prefill worker of the same host; a
 put is a copy from device to device on a stream of its own, beside the computation. The two may share one GPU.
 
-The handle travels over the encrypted control channel as 64 bytes that only CUDA reads. As with ``shm``, a
+With several GPUs each copies to each of the peer's the heads that both hold, whatever the two numbers. The
+handles travel over the encrypted control channel, 64 bytes each that only CUDA reads. As with ``shm``, a
 process that has mapped the pool can write as long as it lives.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import struct
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import MoverError
 from ..messages.messages import PeerId
-from .interface import Arrival, BackgroundSource, Items, OneSidedTarget, PeerProcess, layer_slice, runs
+from .block_memory import DevicePool
+from .cudart import HANDLE_BYTES, Column, CudaRuntime, LoadRuntime
+from .interface import Arrival, BackgroundSource, Items, OneSidedTarget, PeerProcess, Run, layer_slice, runs
 
-HANDLE_BYTES = 64
 PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long as its bytes at that rate
 CLOSE_S, LOOK_S = 5.0, 0.001
-_ADDRESS = struct.Struct(f"<{HANDLE_BYTES}sQi")  # handle, offset of the pool, process id
+_ADDRESS = struct.Struct(
+    f"<{HANDLE_BYTES}sQi"
+)  # of a pool on one GPU: handle, offset of the pool, process id
+_SHARDED = struct.Struct("<iHH")  # on several: process id, planes, heads; then for each GPU
+_SHARD = struct.Struct(f"<{HANDLE_BYTES}sQHH")  # handle, offset of the pool, its first head, number of heads
 
 
 class CudaIpcTarget(OneSidedTarget):
     """The receiving side, for all writers."""
 
-    def __init__(self, pointer: int, cuda: CudaRuntime) -> None:
-        """``pointer``: the pool's address on its device. Raises MoverError where CUDA cannot share it."""
-        self._address = _ADDRESS.pack(*cuda.share(pointer), os.getpid())
+    def __init__(self, pool: DevicePool, runtime: LoadRuntime) -> None:
+        """Raises MoverError where CUDA cannot share the pool."""
+        shared = [(*runtime(device).share(pointer), heads) for pointer, device, heads in pool.shards]
+        if len(shared) == 1:
+            self._address = _ADDRESS.pack(*shared[0][:2], os.getpid())
+        else:
+            self._address = _SHARDED.pack(os.getpid(), *pool.rows) + b"".join(
+                _SHARD.pack(handle, offset, heads.start, len(heads)) for handle, offset, heads in shared
+            )
 
     def address(self, peer: PeerId) -> bytes:
         return self._address
 
 
+def _parsed(address: bytes, own: DevicePool) -> tuple[int, Sequence[int], list[tuple[bytes, int, range]]]:
+    """Return the peer's process id, its pool's ``rows``, and what each of its GPUs shares: handle, offset and
+    heads. Raises MoverError where its blocks cannot be those of ``own``."""
+    if len(address) == _ADDRESS.size:
+        handle, offset, pid = _ADDRESS.unpack(address)
+        return pid, own.rows, [(handle, offset, range(own.rows[1]))]
+    if len(address) <= _SHARDED.size or (len(address) - _SHARDED.size) % _SHARD.size:
+        raise MoverError("the decode worker shares no pool on a GPU")
+    pid, *rows = _SHARDED.unpack_from(address)
+    shards = [
+        (handle, offset, range(first, first + count))
+        for handle, offset, first, count in _SHARD.iter_unpack(address[_SHARDED.size :])
+    ]
+    fits = all(rows) and own.shape[2] % (rows[0] * rows[1]) == 0 and own.rows in ((1, 1), tuple(rows))
+    if not fits or _read_heads([heads for *_, heads in shards], rows[1]) is None:
+        raise MoverError("the decode worker's GPUs share no pool with blocks like those of this one")
+    return pid, rows, shards
+
+
+def _read_heads(held: Sequence[range], num_kv_heads: int) -> list[range] | None:
+    """Return which of the heads ``held`` by GPUs are read from each: those that none before it holds. None
+    where they do not ascend from head 0 to the last without a gap."""
+    reads, end = list[range](), 0
+    for heads in held:
+        if not heads or not heads.start <= end <= heads.stop:
+            return None
+        reads.append(range(end, heads.stop))
+        end = heads.stop
+    return reads if end == num_kv_heads else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """The heads that an own GPU and a peer's have in common: ``width`` bytes of each row, which is a plane of
+    a layer. ``source``, ``target``: those of the pools' first row."""
+
+    cuda: CudaRuntime
+    stream: Any
+    mapped: int
+    source: Column
+    target: Column
+    width: int
+
+    def copy(self, rows: Run) -> None:
+        source = self.source.address + rows.source * self.source.pitch
+        target = self.target.address + rows.target * self.target.pitch
+        self.cuda.copy(
+            Column(target, self.target.pitch),
+            Column(source, self.source.pitch),
+            self.width,
+            rows.num_bytes,
+            self.stream,
+        )
+
+
 class CudaIpcSource(BackgroundSource):
     """The sending side: the peer's pool, mapped."""
 
-    def __init__(
-        self, address: bytes, num_blocks: int, pointer: int, shape: Sequence[int], cuda: CudaRuntime
-    ) -> None:
-        """``pointer``, ``shape``: of the own pool. Raises MoverError where the peer's cannot be mapped."""
-        if len(address) != _ADDRESS.size:
-            raise MoverError("the decode worker shares no pool on a GPU")
-        handle, offset, pid = _ADDRESS.unpack(address)
-        self._num_blocks, self._pointer, self._shape, self._cuda = num_blocks, pointer, tuple(shape), cuda
+    def __init__(self, address: bytes, num_blocks: int, pool: DevicePool, runtime: LoadRuntime) -> None:
+        """``pool``: the own. Raises MoverError where the peer's cannot be mapped."""
+        pid, rows, shards = _parsed(address, pool)
+        self._num_blocks, self._shape, self._planes = num_blocks, pool.shape, rows[0]
         super().__init__()
         self._process = PeerProcess(pid)
+        self._streams: list[tuple[CudaRuntime, Any]] = []
+        self._lanes: list[_Lane] = []
         try:
-            self._mapped = cuda.map(handle)
-            self._target = self._mapped + offset
-            self._stream = cuda.new_stream()
+            self._map(rows, shards, pool, runtime)
         except MoverError:
+            with suppress(MoverError):
+                self._release()
             self._process.close()
             raise
 
@@ -62,17 +126,19 @@ class CudaIpcSource(BackgroundSource):
         self, lease: int, secret: bytes, items: Items, first_layer: int = 0, num_layers: int | None = None
     ) -> None:
         layers = layer_slice(self._shape, first_layer, num_layers)
-        found = runs(items, layers, self._shape, self._num_blocks, self._pointer, self._target)
+        in_rows = (*self._shape[:2], self._planes)
+        found = runs(items, layers, in_rows, self._num_blocks, 0, 0)
         self._process.check()
-        for run in found:
-            self._cuda.copy(run.target, run.source, run.num_bytes, self._stream)
-        seconds = PUT_S + sum(run.num_bytes for run in found) / SLOWEST_BYTES_PER_S
-        self._begin(lease, items, self._cuda.record(self._stream), seconds)
+        for lane in self._lanes:
+            for rows in found:
+                lane.copy(rows)
+        num_bytes = sum(rows.num_bytes for rows in found) * self._shape[2] // self._planes
+        self._begin(lease, items, self._record(), PUT_S + num_bytes / SLOWEST_BYTES_PER_S)
 
     def poll(self) -> list[Arrival]:
         self._process.check()  # also when idle: the memory of a dead process stays as long as it is mapped
         left: list[Arrival] = []
-        while self._puts and self._cuda.is_over(self._puts[0].handle):  # one stream: they end in order
+        while self._puts and _are_over(self._puts[0].handle):  # on each stream they end in order
             left += self._puts.pop(0).arrivals
         if self._puts and time.monotonic() > self._puts[0].deadline:
             raise MoverError("a copy between GPUs was not complete in time")
@@ -82,134 +148,61 @@ class CudaIpcSource(BackgroundSource):
         """Waits for what is under way. Raises MoverError where the GPU does not end it: only the end of this
         process can then be believed to end the writing, so nobody may catch it and go on."""
         self._process.close()
-        self._begin(0, (), self._cuda.record(self._stream), 0.0)  # behind copies of a put that raised
+        self._begin(0, (), self._record(), 0.0)  # behind copies of a put that raised
         until = time.monotonic() + CLOSE_S
         while self._puts:
-            if self._cuda.is_over(self._puts[0].handle):
+            if _are_over(self._puts[0].handle):
                 self._puts.pop(0)
             elif time.monotonic() > until:
                 raise MoverError("copies between GPUs do not end: this worker has to be started anew")
             else:
                 time.sleep(LOOK_S)
-        self._cuda.unmap(self._mapped)
-        self._cuda.end_stream(self._stream)
+        self._release()
         return ()
 
+    def _map(
+        self,
+        rows: Sequence[int],
+        peers: Sequence[tuple[bytes, int, range]],
+        pool: DevicePool,
+        runtime: LoadRuntime,
+    ) -> None:
+        head_bytes = pool.shape[2] // (rows[0] * rows[1])
+        held = [heads for *_, heads in pool.shards] if len(pool.shards) > 1 else [range(rows[1])]
+        reads = _read_heads(held, rows[1])
+        assert reads is not None
+        for (pointer, device, _), own, read in zip(pool.shards, held, reads, strict=True):
+            cuda = runtime(device)
+            self._streams.append((cuda, stream := cuda.new_stream()))
+            for handle, offset, theirs in peers:
+                first, end = max(read.start, theirs.start), min(read.stop, theirs.stop)
+                if first >= end:
+                    continue
+                mapped = cuda.map(handle)
+                source = pointer + (first - own.start) * head_bytes
+                target = mapped + offset + (first - theirs.start) * head_bytes
+                lane = _Lane(
+                    cuda,
+                    stream,
+                    mapped,
+                    Column(source, len(own) * head_bytes),
+                    Column(target, len(theirs) * head_bytes),
+                    (end - first) * head_bytes,
+                )
+                self._lanes.append(lane)
 
-_NON_BLOCKING, _NO_TIMING, _LAZY_PEER_ACCESS, _ANY_DIRECTION = 1, 2, 1, 4
-_NOT_READY = 600
-_EXPANDABLE = "expandable_segments:True"
-_ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment variables of torch
+    def _record(self) -> list[tuple[CudaRuntime, Any]]:
+        return [(cuda, cuda.record(stream)) for cuda, stream in self._streams]
+
+    def _release(self) -> None:
+        for lane in self._lanes:
+            lane.cuda.unmap(lane.mapped)
+        for cuda, stream in self._streams:
+            cuda.end_stream(stream)
 
 
-class CudaRuntime(Protocol):
-    """All methods raise MoverError with CUDA's message. Streams and events are opaque."""
-
-    def share(self, pointer: int) -> tuple[bytes, int]:
-        """(handle, offset) of device memory."""
-
-    def map(self, handle: bytes) -> int:
-        """Map another process's memory. Return its address here."""
-
-    def unmap(self, pointer: int) -> None: ...
-
-    def new_stream(self) -> Any: ...
-
-    def copy(self, target: int, source: int, num_bytes: int, stream: Any) -> None:
-        """Begins a copy between device addresses."""
-
-    def record(self, stream: Any) -> Any:
-        """An event that is over once all that ``stream`` has been given is done."""
-
-    def is_over(self, event: Any) -> bool:
-        """Asked of every event until it is; then the event is gone."""
-
-    def end_stream(self, stream: Any) -> None: ...
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
-
-
-class LoadedCudart:
-    """The real one, for one device."""
-
-    def __init__(self, device: int) -> None:
-        """Raises MoverError where no CUDA runtime is loaded in this process."""
-        loaded = re.search(r"(/\S*/libcudart\S*\.so\S*)", Path("/proc/self/maps").read_text())
-        if loaded is None:
-            raise MoverError("the mover cuda_ipc needs a CUDA runtime; this process has loaded none")
-        self._library, self._driver = ctypes.CDLL(loaded[1]), ctypes.CDLL("libcuda.so.1")
-        self._library.cudaGetErrorString.restype = ctypes.c_char_p
-        self._device = device
-        # handles go by value: ctypes has to know
-        self._library.cudaIpcOpenMemHandle.argtypes = (
-            ctypes.POINTER(ctypes.c_void_p),
-            _Handle,
-            ctypes.c_uint,
-        )
-
-    def share(self, pointer: int) -> tuple[bytes, int]:
-        handle, base, size = _Handle(), ctypes.c_uint64(), ctypes.c_size_t()
-        try:
-            self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
-        except MoverError as error:
-            if not any(_EXPANDABLE in os.environ.get(name, "") for name in _ALLOCATOR_OPTIONS):
-                raise
-            raise MoverError(
-                f"CUDA shares no memory that torch allocates with {_EXPANDABLE} ({error}); unset it in "
-                f"{' and '.join(_ALLOCATOR_OPTIONS)} to use the mover cuda_ipc"
-            ) from None
-        if self._driver.cuMemGetAddressRange_v2(
-            ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer)
-        ):
-            raise MoverError("CUDA does not say in which allocation the KV pool lies")
-        return bytes(handle.data), pointer - base.value
-
-    def map(self, handle: bytes) -> int:
-        pointer = ctypes.c_void_p()
-        self._call(
-            "cudaIpcOpenMemHandle", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
-        )
-        return int(pointer.value or 0)
-
-    def unmap(self, pointer: int) -> None:
-        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(pointer))
-
-    def new_stream(self) -> Any:
-        stream = ctypes.c_void_p()
-        self._call("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING)
-        return stream
-
-    def copy(self, target: int, source: int, num_bytes: int, stream: Any) -> None:
-        size = ctypes.c_size_t(num_bytes)
-        self._call(
-            "cudaMemcpyAsync", ctypes.c_void_p(target), ctypes.c_void_p(source), size, _ANY_DIRECTION, stream
-        )
-
-    def record(self, stream: Any) -> Any:
-        event = ctypes.c_void_p()
-        self._call("cudaEventCreateWithFlags", ctypes.byref(event), _NO_TIMING)
-        self._call("cudaEventRecord", event, stream)
-        return event
-
-    def is_over(self, event: Any) -> bool:
-        if self._call("cudaEventQuery", event, unless=_NOT_READY):
-            return False
-        self._call("cudaEventDestroy", event)
-        return True
-
-    def end_stream(self, stream: Any) -> None:
-        self._call("cudaStreamDestroy", stream)
-
-    def _call(self, name: str, *arguments: Any, unless: int = 0) -> int:
-        """On this object's device, whatever the thread's current one is."""
-        self._library.cudaSetDevice(self._device)
-        error: int = getattr(self._library, name)(*arguments)
-        if error:
-            self._library.cudaGetLastError()  # else this thread's next kernel launch by torch would raise it
-        if error not in (0, unless):
-            raise MoverError(
-                f"{name}: {self._library.cudaGetErrorString(error).decode()} (CUDA error {error})"
-            )
-        return error
+def _are_over(events: list[tuple[CudaRuntime, Any]]) -> bool:
+    """Forget the events that are over. Return whether all are."""
+    while events and events[0][0].is_over(events[0][1]):
+        events.pop(0)
+    return not events

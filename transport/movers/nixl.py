@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import struct
 import threading
@@ -57,9 +58,13 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, pool: BlockPool) -> _Place:
+        """Raises MoverError for a pool on several GPUs."""
         if isinstance(pool, np.ndarray):
             return cls(pool.ctypes.data, pool.nbytes, 0, "DRAM")
-        return cls(pool.pointer, pool.bytes.nbytes, pool.device.index or 0, "VRAM")
+        if len(pool.shards) > 1:
+            raise MoverError("the mover nixl is for KV caches on one GPU; this worker's is on several")
+        pointer, device, _ = pool.shards[0]
+        return cls(pointer, math.prod(pool.shape), device.index or 0, "VRAM")
 
     @property
     def prefix(self) -> bytes:

@@ -15,9 +15,10 @@ from ..errors import MoverError
 from ..messages.messages import Met
 from ..process.host import host_identity
 from . import nixl
-from .block_memory import BlockMemory, BlockPool, DevicePool, memory_of
+from .block_memory import BlockMemory, BlockPool, memory_of
 from .communicator import Communicator, place_of
-from .cuda_ipc import CudaIpcSource, CudaIpcTarget, LoadedCudart
+from .cuda_ipc import CudaIpcSource, CudaIpcTarget
+from .cudart import LoadedCudart
 from .interface import FALLBACK_MOVER, MoverEndpoints, PutSource, PutTarget
 from .nccl import NcclSource, NcclTarget
 from .nixl import NixlSource, NixlTarget
@@ -66,8 +67,7 @@ def open_source(met: Met, pool: BlockPool, plain_kv: bool = False) -> PutSource:
             "allowed (--plaintext-kv)"
         )
     if met.mover == "cuda_ipc" and not isinstance(pool, np.ndarray):
-        cuda = LoadedCudart(pool.device.index or 0)
-        return CudaIpcSource(met.mover_address, met.num_blocks, pool.pointer, pool.shape, cuda)
+        return CudaIpcSource(met.mover_address, met.num_blocks, pool, LoadedCudart)
     if met.mover == "shm" and isinstance(pool, np.ndarray):
         return ShmSource(met.shm_name, met.num_blocks, pool)
     if met.mover == "nccl":
@@ -94,7 +94,7 @@ def open_targets(
     shm_name = ""
     forced = len(offered) == 1
     if "cuda_ipc" in offered and not isinstance(pool, np.ndarray):
-        _open(targets, "cuda_ipc", partial(_cuda_ipc_target, pool), forced)
+        _open(targets, "cuda_ipc", partial(CudaIpcTarget, pool, LoadedCudart), forced)
     if "shm" in offered and shared is not None:
         targets["shm"] = shm = ShmTarget(shared)
         shm_name = shm.shm_name
@@ -131,7 +131,3 @@ def _open(targets: dict[str, PutTarget], name: str, make: Callable[[], PutTarget
         if forced:
             raise
         _log.warning("goes on without the mover %s: %s", name, error)
-
-
-def _cuda_ipc_target(pool: DevicePool) -> CudaIpcTarget:
-    return CudaIpcTarget(pool.pointer, LoadedCudart(pool.device.index or 0))

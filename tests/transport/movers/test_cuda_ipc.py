@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, POOL_SHAPE, SECRET, empty_pool, filled_pool
 
 from splitserve.transport.errors import MoverError, PeerEnded
-from splitserve.transport.movers import cuda_ipc, nixl, opening
-from splitserve.transport.movers.cuda_ipc import HANDLE_BYTES, CudaIpcSource, CudaIpcTarget, LoadedCudart
+from splitserve.transport.movers import cuda_ipc, cudart, nixl, opening
+from splitserve.transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget
+from splitserve.transport.movers.cudart import HANDLE_BYTES, Column, LoadedCudart
 from splitserve.transport.movers.interface import Pool
 from splitserve.transport.movers.opening import offered
 from splitserve.transport.movers.targets import MoverTargets
@@ -59,8 +61,10 @@ class FakeCuda:
     def end_stream(self, stream: Any) -> None:
         assert stream == "stream"
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: Any) -> None:
-        self._queue.append((target - self.TARGET - BEFORE, source - self.SOURCE, num_bytes))
+    def copy(self, target: Column, source: Column, width: int, num_rows: int, stream: Any) -> None:
+        assert target.pitch == source.pitch == width, "all of a row"
+        places = target.address - self.TARGET - BEFORE, source.address - self.SOURCE
+        self._queue.append((*places, num_rows * width))
 
     def record(self, stream: Any) -> Any:
         self._num_events += 1
@@ -83,15 +87,21 @@ class FakeCuda:
             self._target[target : target + num_bytes] = self._source[source : source + num_bytes]
 
 
+def pool_at(pointer: int) -> Any:
+    """A pool on one GPU."""
+    shard = (pointer, torch.device("cpu"), range(1))
+    return SimpleNamespace(shape=POOL_SHAPE, rows=(1, 1), shards=[shard])
+
+
 class Pair:
     def __init__(self, stack: ExitStack) -> None:
         self.source_pool, self.pool = filled_pool(), empty_pool()
         self.cuda = FakeCuda(self.source_pool, self.pool)
-        self.target = CudaIpcTarget(FakeCuda.TARGET + BEFORE, self.cuda)
+        self.target = CudaIpcTarget(pool_at(FakeCuda.TARGET + BEFORE), lambda _: self.cuda)
         self.source = self.meet(self.target.address(WRITER))
 
     def meet(self, address: bytes) -> CudaIpcSource:
-        return CudaIpcSource(address, NUM_BLOCKS, FakeCuda.SOURCE, POOL_SHAPE, self.cuda)
+        return CudaIpcSource(address, NUM_BLOCKS, pool_at(FakeCuda.SOURCE), lambda _: self.cuda)
 
 
 @pytest.fixture
@@ -219,7 +229,7 @@ def test_memory_that_cuda_cannot_share_ends_no_start_but_a_forced_one(
     monkeypatch.setattr(opening, "LoadedCudart", refuse)
     monkeypatch.setattr(opening, "TcpTarget", lambda *_: SimpleNamespace(data_address=lambda _: "", fd=None))
     monkeypatch.setattr(opening, "gpu_of", lambda _: "a")
-    pool: Any = SimpleNamespace(pointer=0, device=SimpleNamespace(index=0))
+    pool = pool_at(0)
 
     def targets(*movers: str) -> MoverTargets:
         return opening.open_targets(movers, pool, None, "tcp://127.0.0.1:*", "127.0.0.1", False)
@@ -231,12 +241,10 @@ def test_memory_that_cuda_cannot_share_ends_no_start_but_a_forced_one(
 
 
 def test_without_a_cuda_runtime_it_says_so() -> None:
-    import torch
-
     if torch.version.cuda is not None:
         pytest.skip("this torch brings a CUDA runtime")
     with pytest.raises(MoverError, match="CUDA runtime"):
-        LoadedCudart(0)
+        LoadedCudart(torch.device("cuda", 0))
 
 
 class PlayedCudart:
@@ -272,7 +280,7 @@ def test_a_call_that_fails_leaves_no_error_to_the_next_kernel_launch() -> None:
     with pytest.raises(MoverError, match="cudaStreamDestroy: invalid argument"):
         library.loaded().end_stream(0)
     assert library.last_error == 0
-    library.error = cuda_ipc._NOT_READY
+    library.error = cudart._NOT_READY
     assert not library.loaded().is_over(0)
     assert library.last_error == 0
 
@@ -280,7 +288,7 @@ def test_a_call_that_fails_leaves_no_error_to_the_next_kernel_launch() -> None:
 def test_memory_in_expandable_segments_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     with pytest.raises(MoverError, match=r"expandable_segments:True.*unset it in PYTORCH_ALLOC_CONF"):
-        CudaIpcTarget(0, PlayedCudart(1).loaded())
+        CudaIpcTarget(pool_at(0), lambda _: PlayedCudart(1).loaded())
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     with pytest.raises(MoverError, match=r"^cudaIpcGetMemHandle: invalid argument \(CUDA error 1\)$"):
-        CudaIpcTarget(0, PlayedCudart(1).loaded())
+        CudaIpcTarget(pool_at(0), lambda _: PlayedCudart(1).loaded())

@@ -274,9 +274,10 @@ def test_a_pool_on_a_gpu_is_registered_where_it_lies(monkeypatch: pytest.MonkeyP
         def deregister_memory(self, handle: object) -> None: ...
 
     def on_gpu(number: int, address: int) -> DevicePool:
-        memory = SimpleNamespace(nbytes=4 * 2 * 16)
+        gpu = torch.device("cuda", number)
+        shards = [(address, gpu, range(1))]
         pool: DevicePool = SimpleNamespace(  # type: ignore[assignment]
-            shape=(4, 2, 16), pointer=address, bytes=memory, device=torch.device("cuda", number)
+            shape=(4, 2, 16), shards=shards, device=gpu
         )
         return pool
 

@@ -2,8 +2,8 @@
 
 It knows no socket: ``talk`` yields lists of buffers and is resumed once all of them are full. So the same
 code runs under the server's selector and under the fuzzer. A body is received straight into the pool where it
-travels plain, and is opened into it where it travels sealed. For a pool on a GPU each record of a body is
-received into host memory and copied from there.
+travels plain, and is opened into it where it travels sealed. For a pool on GPUs each record of a body is
+received into host memory and copied to the first GPU, and the body goes to its blocks as a whole.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from torch import Tensor
 
-from ..block_memory import BlockPool, Staging
+from ..block_memory import BlockPool, Staging, memory_of
 from ..interface import Arrival, Span
 from ..lease_book import Claim, LeaseBook, blocks_per_parcel
 from .wire import (
@@ -67,6 +68,7 @@ class Inbound:
         self._block_bytes = num_layers * layer_bytes
         self._max_positions = blocks_per_parcel(layer_bytes)
         self._bytes = desk.pool.reshape(-1).data if isinstance(desk.pool, np.ndarray) else memoryview(b"")
+        self._packed: Tensor  # the body under way, for a pool on GPUs
         self._scratch = self._opened = memoryview(b"")
         self._seal: Seal | None = None
         self.authenticated = False
@@ -114,7 +116,11 @@ class Inbound:
 
     def _take_parcel(self) -> Talk:
         header = unpack_header((yield from self._header()), self._max_positions)
-        if header is None or not 0 < header.length <= self._block_bytes:
+        if (
+            header is None
+            or not 0 < header.length <= self._block_bytes
+            or len(header.positions) > blocks_per_parcel(header.length)
+        ):
             raise BadPeer("malformed")
         with self._desk.lock:
             claim = self._desk.book.claim(header)
@@ -122,16 +128,27 @@ class Inbound:
             yield from self._discard(len(header.positions) * header.length)
             return
         self._claim = claim
-        runs = spans(self._desk.pool.shape, claim.blocks, header.offset, header.length)
+        pool, staging = self._desk.pool, self._desk.staging
+        if staging is not None:
+            runs = [(0, len(header.positions) * header.length)]
+            self._packed = staging.empty(runs[0][1])
+        else:
+            runs = spans(pool.shape, claim.blocks, header.offset, header.length)
         if self._seal is not None:
             yield from self._take_sealed(runs, self._seal, claim)
-        elif self._desk.staging is None:
-            yield [self._bytes[start:end] for start, end in runs]
+        elif staging is not None:
+            yield from self._take_staged(runs, staging)
         else:
-            yield from self._take_staged(runs, self._desk.staging, claim)
+            yield [self._bytes[start:end] for start, end in runs]
         self._claim = None
         with self._desk.lock:
+            if staging is not None and claim.valid:
+                first, end = header.offset, header.offset + header.length
+                layers = slice(first // pool.shape[2], end // pool.shape[2])
+                memory_of(pool).unpack(self._packed, claim.blocks, layers)
             self._desk.arrived(self._desk.book.complete(claim))
+        if staging is not None:
+            del self._packed
 
     def _header(self) -> Generator[list[memoryview], None, memoryview]:
         size = bytearray(SIZE.size)
@@ -149,14 +166,12 @@ class Inbound:
             raise BadPeer("forged")
         return opened
 
-    def _take_staged(self, runs: Sequence[Span], staging: Staging, claim: Claim) -> Talk:
-        for record in records(runs):
-            piece = self._scratch[: sum(end - start for start, end in record)]
+    def _take_staged(self, runs: Sequence[Span], staging: Staging) -> Talk:
+        for (place,) in records(runs):
+            piece = self._scratch[: place[1] - place[0]]
             yield [piece]
-            with self._desk.lock:
-                if claim.valid:
-                    staging.buffer[: len(piece)] = piece
-                    staging.write(record)
+            staging.buffer[: len(piece)] = piece
+            staging.write(self._packed, place)
 
     def _take_sealed(self, runs: Sequence[Span], seal: Seal, claim: Claim) -> Talk:
         for record in records(runs):
@@ -180,7 +195,7 @@ class Inbound:
         if not seal.open_into(sealed, piece):
             raise BadPeer("forged")
         if staging is not None:
-            staging.write(record)
+            staging.write(self._packed, record[0])
         elif len(record) > 1:
             at = 0
             for start, end in record:

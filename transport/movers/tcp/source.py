@@ -3,7 +3,8 @@ connections at a time.
 
 Each connection has a thread that takes parcels from one queue, so that a further connection opens only when
 those before it do not keep up. Bytes go from the pool to the kernel without a copy in between, or through the
-cipher into one buffer; those of a pool on a GPU through one page-locked record (``Staging``).
+cipher into one buffer. Those of a pool on GPUs are packed there and go through one page-locked record
+(``Staging``).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
-from ..block_memory import BlockPool, HostBytes, Staging
-from ..interface import Span
+from ..block_memory import BlockPool, Staging
 from ..lease_book import ParcelHeader
 from ..parcel_source import Parcel, ParcelSource
 from .wire import (
@@ -113,7 +114,7 @@ class _Connection(threading.Thread):
         self._sealed = memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
         self._stream: socket.socket | None = None
         self._seal: Seal | None = None
-        self._memory: HostBytes | Staging
+        self._staging: Staging
 
     def interrupt(self) -> None:
         """From another thread: whatever this one waits for fails now."""
@@ -125,10 +126,8 @@ class _Connection(threading.Thread):
     def run(self) -> None:
         try:
             if self._connect():
-                pool = self._pool
-                self._memory = (
-                    HostBytes(pool) if isinstance(pool, np.ndarray) else Staging(pool, RECORD_BYTES)
-                )
+                if not isinstance(self._pool, np.ndarray):
+                    self._staging = Staging(self._pool.device, RECORD_BYTES)
                 while (parcel := self._source.wait_for_next()) is not None:
                     if not self._send_or_connect_again(parcel):
                         break
@@ -191,22 +190,35 @@ class _Connection(threading.Thread):
         offset = parcel.layers.start * layer_bytes
         length = parcel.layers.stop * layer_bytes - offset
         header = pack_header(ParcelHeader(parcel.lease, parcel.secret, offset, length, parcel.positions))
-        runs = spans(self._pool.shape, parcel.blocks, offset, length)
+        body: Iterable[list[memoryview]] = self._records(parcel, offset, length)
         if self._seal is not None:
-            self._send_sealed(header, runs, self._seal)
+            self._send_sealed(header, body, self._seal)
             return
+        if isinstance(self._pool, np.ndarray):  # in as few calls as it takes
+            body = [[*chain.from_iterable(body)]]
         before = [SIZE.pack(len(header)) + header]
-        for places in records(runs) if isinstance(self._memory, Staging) else (runs,):
-            self._send_all([*before, *self._memory.read(places)])
+        for pieces in body:
+            self._send_all([*before, *pieces])
             before = []
 
-    def _send_sealed(self, header: bytes, runs: list[Span], seal: Seal) -> None:
+    def _records(self, parcel: Parcel, offset: int, length: int) -> Iterator[list[memoryview]]:
+        """Yield the pieces of each record of the body. Those of a GPU are good until the next record."""
+        pool = self._pool
+        if isinstance(pool, np.ndarray):
+            data = pool.reshape(-1).data
+            for record in records(spans(pool.shape, parcel.blocks, offset, length)):
+                yield [data[start:end] for start, end in record]
+        else:
+            packed = pool.pack(parcel.blocks, parcel.layers)
+            for (place,) in records([(0, len(packed))]):
+                yield [self._staging.read(packed, place)]
+
+    def _send_sealed(self, header: bytes, body: Iterable[list[memoryview]], seal: Seal) -> None:
         sealed = memoryview(bytearray(SIZE.size + len(header) + TAG_BYTES))
         SIZE.pack_into(sealed, 0, len(header) + TAG_BYTES)
         seal.close_into(header, sealed[SIZE.size :])
         self._send_all([sealed])
-        for record in records(runs):
-            pieces = self._memory.read(record)
+        for pieces in body:
             content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             sealed = self._sealed[: len(content) + TAG_BYTES]
             seal.close_into(content, sealed)

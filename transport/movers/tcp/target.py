@@ -58,7 +58,7 @@ class TcpTarget(BookedTarget):
             self._secret,
             takes_plain,
             self._arrived,
-            None if isinstance(pool, np.ndarray) else Staging(pool, RECORD_BYTES),
+            None if isinstance(pool, np.ndarray) else Staging(pool.device, RECORD_BYTES),
         )
         self._takes_plain = takes_plain
         self._server = _Server(self._listener, desk, self._news.set)

@@ -1,0 +1,114 @@
+"""The KV pools of a worker's GPUs as one pool of logical blocks: [num_layers, planes, num_kv_heads, ...],
+whatever the number of GPUs. Workers of different numbers exchange blocks and compare their checksums.
+
+Each GPU holds some heads of every block, in a pool of its own. All work goes to a stream of each GPU's,
+beside the step that is running: see ``DeviceBlocks``. What is packed or summed is gathered on the first GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...kernels.gpu.kv_blocks import block_checksums
+
+GATHERED_BYTES = 32 << 20  # summed at a time, unless one block has more
+
+
+class _Part(NamedTuple):
+    """int64 [num_blocks, num_layers, planes, len(heads), words of a head], of which ``reads`` are read."""
+
+    pool: Tensor
+    heads: range
+    reads: range
+
+
+class ShardedBlocks:
+    """``pools[r]``: [num_blocks, num_layers, planes, len(heads[r]), block_size, row] of any dtype, on its
+    GPU. ``heads[r]``: which of ``num_kv_heads`` it holds, in ascending order. A head of several GPUs is
+    written to all and read from the first."""
+
+    def __init__(self, pools: Sequence[Tensor], heads: Sequence[range], num_kv_heads: int) -> None:
+        words = [pool.view(torch.uint8).view(*pool.shape[:4], -1).view(torch.int64) for pool in pools]
+        num_blocks, num_layers, planes, _, self._head_words = words[0].shape
+        self.device, self.rows = pools[0].device, (planes, num_kv_heads)
+        self.shape = (num_blocks, num_layers, planes * num_kv_heads * self._head_words * 8)
+        self.shards = [(pool.data_ptr(), pool.device, own) for pool, own in zip(words, heads, strict=True)]
+        self._parts, end = list[_Part](), 0
+        for pool, own in zip(words, heads, strict=True):
+            assert pool.shape == (num_blocks, num_layers, planes, len(own), self._head_words)
+            assert own.start <= end <= own.stop, f"KV heads {heads}"
+            self._parts.append(_Part(pool, own, range(end, own.stop)))
+            end = own.stop
+        assert end == num_kv_heads, f"KV heads {heads} of {num_kv_heads}"
+        self._streams = [
+            torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+            for pool in pools
+            if pool.is_cuda
+        ]
+        self._lock = threading.Lock()  # movers' threads and the worker's loop use the same streams
+
+    def warm_up(self) -> None:
+        """Load or compile the kernels of all calls before a loop with a deadline makes them. No sequence may
+        run yet: block 0 is written."""
+        self.checksums([0])
+        for layers in (slice(0, 1), slice(0, self.shape[1])):
+            self.unpack(self.pack([0], layers), [0], layers)
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """xxh3_64 of each of these logical blocks."""
+        found: list[int] = []
+        at_once = max(1, GATHERED_BYTES // (self.shape[1] * self.shape[2]))
+        for start in range(0, len(blocks), at_once):
+            with self._turn():
+                packed = self._gather(blocks[start : start + at_once], slice(0, self.shape[1]))
+                rows = torch.arange(len(packed), device=self.device)
+                found += block_checksums(packed.flatten(1).view(torch.uint8), rows).tolist()
+        return [value % (1 << 64) for value in found]
+
+    def pack(self, blocks: Sequence[int], layers: slice) -> Tensor:
+        """uint8 [number of bytes], on the first GPU: these layers of each of these logical blocks in turn."""
+        with self._turn():
+            packed = self._gather(blocks, layers)
+        return packed.view(-1).view(torch.uint8)
+
+    def unpack(self, packed: Tensor, blocks: Sequence[int], layers: slice) -> None:
+        """The other way."""
+        with self._turn():
+            num_layers = layers.stop - layers.start
+            data = packed.view(torch.int64).view(len(blocks), num_layers, *self.rows, self._head_words)
+            for pool, heads, _ in self._parts:
+                part = data[:, :, :, heads.start : heads.stop].to(pool.device)
+                pool[:, layers].index_copy_(0, torch.tensor(blocks, device=pool.device), part)
+
+    def write(self, block: int, data: NDArray[np.uint8]) -> None:
+        """Fill a logical block with these bytes of host memory."""
+        self.unpack(torch.tensor(data, device=self.device), [block], slice(0, self.shape[1]))
+
+    def _gather(self, blocks: Sequence[int], layers: slice) -> Tensor:
+        """int64 [len(blocks), layers, planes, num_kv_heads, words of a head], on the first GPU."""
+        size = (len(blocks), layers.stop - layers.start, *self.rows, self._head_words)
+        packed = torch.empty(size, dtype=torch.int64, device=self.device)
+        for pool, heads, reads in self._parts:
+            if reads:
+                own = pool[:, layers, :, reads.start - heads.start : reads.stop - heads.start]
+                part = own.index_select(0, torch.tensor(blocks, device=pool.device))
+                packed[:, :, :, reads.start : reads.stop].copy_(part)
+        return packed
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The lock, and a stream of each GPU's. The work is done when it ends."""
+        with self._lock, ExitStack() as stack:
+            for stream in reversed(self._streams):  # the first GPU is the current one: Triton launches there
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+            for stream in self._streams:
+                stream.synchronize()
