@@ -17,7 +17,7 @@ from .channels.keys import ClusterKey
 from .environment import Channel, Environment, Listener
 from .errors import MoverError
 from .messages.messages import Message, Met
-from .movers.block_memory import BlockPool
+from .movers.block_memory import BlockPool, write_block
 from .movers.checksum import DeviceChecksums, RunningChecksums, block_checksum, checksums
 from .movers.interface import PutSource
 from .movers.opening import open_source
@@ -141,11 +141,8 @@ class LiveDevice:
         step, start = np.random.default_rng(seed).integers(0, 1 << 64, 2, np.uint64)
         words = np.arange(-(-self.block_bytes // 8), dtype=np.uint64) * (step | np.uint64(1)) + start
         data = words.view(np.uint8)[: self.block_bytes]  # no two words are the same
-        if isinstance(self._pool, np.ndarray):
-            self._pool[block] = data.reshape(self._pool[block].shape)
-            return
-        self._pool.write(block, data)
-        if self.checksums([block]) != [block_checksum(data)]:
+        write_block(self._pool, block, data)
+        if self.sums_on_gpu and self.checksums([block]) != [block_checksum(data)]:
             raise MoverError("the GPU's checksum of a block is not that of its bytes")
 
     def add_sent(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:

@@ -11,9 +11,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.gpu.kv_blocks import block_checksums, pack_blocks, unpack_blocks
@@ -65,10 +63,6 @@ class DeviceBlocks:
                 layers.start * self._layer_bytes,
             )
             self._finish()
-
-    def write(self, block: int, data: NDArray[np.uint8]) -> None:
-        """Fill a block with these bytes of host memory."""
-        self.unpack(torch.tensor(data, device=self.device), [block], slice(0, self.shape[1]))
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, device=self.device)

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.gpu.kv_blocks import block_checksums
@@ -87,10 +85,6 @@ class ShardedBlocks:
             for pool, heads, _ in self._parts:
                 part = data[:, :, :, heads.start : heads.stop].to(pool.device)
                 pool[:, layers].index_copy_(0, torch.tensor(blocks, device=pool.device), part)
-
-    def write(self, block: int, data: NDArray[np.uint8]) -> None:
-        """Fill a logical block with these bytes of host memory."""
-        self.unpack(torch.tensor(data, device=self.device), [block], slice(0, self.shape[1]))
 
     def _gather(self, blocks: Sequence[int], layers: slice) -> Tensor:
         """int64 [len(blocks), layers, planes, num_kv_heads, words of a head], on the first GPU."""

@@ -24,24 +24,14 @@ import torch
 import triton.runtime.interpreter as interpreter
 from torch.overrides import TorchFunctionMode
 
-GPU = torch.device("cuda", 0)
+from .gpu_tensors import GPU, OnGpu, compiled_for, kind_of, on_host_memory, tensors_in, wrapped
+
 READS = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
 COPIES = {"to", "copy_", "cpu", "index_select", "index_copy_"}
 TELLS = {
     "data_ptr", "untyped_storage", "size", "stride", "numel", "dim", "element_size", "as_subclass", "__len__",
     "is_contiguous",
 }  # fmt: skip
-
-
-class OnGpu(torch.Tensor):
-    """A tensor of the played GPU."""
-
-    index = 0
-    __torch_function__ = torch._C._disabled_torch_function_impl  # all is decided by the mode
-
-
-ON_GPUS = [OnGpu, *(type(f"OnGpu{i}", (OnGpu,), {"index": i}) for i in range(1, 4))]
-"""Tensors of each of several played GPUs."""
 
 
 class PlayedGpu(TorchFunctionMode):
@@ -59,7 +49,7 @@ class PlayedGpu(TorchFunctionMode):
         self._pinned: dict[int, torch.Tensor] = {}  # page-locked memory, kept for good: addresses name it
         self._under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # copies: step, source, content
         self.streams = threading.local()  # ``entered``: the GPUs of the streams that this thread is on
-        self.beside_steps = False  # no data may be copied on a GPU's default stream: its steps run there
+        self.beside_steps = False  # no copy and no memory for one on a GPU's default stream: steps run there
         self._answers: dict[Any, object] = {
             torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
             torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]
@@ -69,8 +59,8 @@ class PlayedGpu(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        on_gpu = [x for x in _tensors((*args, *kwargs.values())) if isinstance(x, OnGpu)]
-        on_host = [x for x in _tensors((*args, *kwargs.values())) if not isinstance(x, OnGpu)]
+        on_gpu = [x for x in tensors_in((*args, *kwargs.values())) if isinstance(x, OnGpu)]
+        on_host = [x for x in tensors_in((*args, *kwargs.values())) if not isinstance(x, OnGpu)]
         if on_gpu and func in self._answers:
             return self._answers[func]
         if on_gpu and func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
@@ -95,12 +85,14 @@ class PlayedGpu(TorchFunctionMode):
             kwargs["device"] = place
         if placed and place is not None and name in ("tensor", "as_tensor"):
             self._wait(name)
+        if self.beside_steps and name == "empty" and placed:
+            assert kind_of(place).index in self.streams.entered, "a step under way may use this memory"
         pinned = kwargs.pop("pin_memory", False)
         result = func(*args, **kwargs)
         if pinned:
             self._lock(result)
-        kind = _kind_of(place) if place is not None or not on_gpu else type(on_gpu[0])
-        return _wrapped(result, kind) if placed and name not in READS else result
+        kind = kind_of(place) if place is not None or not on_gpu else type(on_gpu[0])
+        return wrapped(result, kind) if placed and name not in READS else result
 
     def _moved(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x, rest = args[0], list(args[1:])
@@ -118,13 +110,13 @@ class PlayedGpu(TorchFunctionMode):
         rest = [option for option in rest if not isinstance(option, (str, torch.device))]
         place = torch.device("cuda", x.index) if place is None and isinstance(x, OnGpu) else place
         to_gpu = name != "cpu" and place is not None and torch.device(place).type == "cuda"
-        kind = _kind_of(place)
+        kind = kind_of(place)
         self._cross(x, to_gpu, kwargs.pop("non_blocking", False), None)
         result = torch.Tensor.to(x, *rest, **kwargs) if rest or kwargs else x.as_subclass(torch.Tensor)
         if kind is type(x) if to_gpu else not isinstance(x, OnGpu):
-            return _wrapped(result, kind) if to_gpu else result
+            return wrapped(result, kind) if to_gpu else result
         result = result.clone() if result.data_ptr() == x.data_ptr() else result
-        return _wrapped(result, kind) if to_gpu else result.as_subclass(torch.Tensor)
+        return wrapped(result, kind) if to_gpu else result.as_subclass(torch.Tensor)
 
     def _cross(
         self, source: torch.Tensor, to_gpu: bool, non_blocking: bool, target: torch.Tensor | None
@@ -174,7 +166,7 @@ class PlayedGpu(TorchFunctionMode):
         values = [
             repr(value)
             if "constexpr" in str(signature.parameters[name].annotation)
-            else _kind(value, name in plain)
+            else compiled_for(value, name in plain)
             for name, value in given.arguments.items()
         ]
         others = sorted((k, v) for k, v in options.items() if k not in signature.parameters)
@@ -219,37 +211,6 @@ class PlayedGpu(TorchFunctionMode):
             return compute()
         finally:
             self._captures.now = False
-
-
-def _kind(value: Any, plain: bool) -> str:
-    """What Triton compiles a kernel for, of an argument. ``plain``: of its type alone."""
-    if isinstance(value, torch.Tensor):
-        return f"*{value.dtype}{'' if value.data_ptr() % 16 else ' aligned'}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        return str(value) if value is None else type(value).__name__
-    kind = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-    return kind if plain else "1" if value == 1 else f"{kind} by 16" if value % 16 == 0 else kind
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _kind_of(place: Any) -> type[OnGpu]:
-    return ON_GPUS[torch.device(place or GPU).index or 0]
-
-
-def _wrapped(result: Any, kind: type[OnGpu]) -> Any:
-    if isinstance(result, torch.Tensor):
-        return result.as_subclass(kind)
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        fields = {field: _wrapped(getattr(result, field), kind) for field in result._fields}
-        return SimpleNamespace(**fields)
-    return type(result)(_wrapped(x, kind) for x in result) if isinstance(result, (list, tuple)) else result
 
 
 class Event:
@@ -313,16 +274,16 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
             bootstrap(thread)
 
     def launch_on_gpu(executor: Any, *args: Any, **kwargs: Any) -> None:
-        given = list(_tensors((*args, *kwargs.values())))
+        given = list(tensors_in((*args, *kwargs.values())))
         with torch._C.DisableTorchFunction():
             assert all(isinstance(x, OnGpu) for x in given), (
                 "Pointer argument cannot be accessed from Triton (cpu tensor?)"
             )
             current = [0, *getattr(gpu.streams, "entered", [])][-1]
             assert {x.index for x in given} == {current}, "a kernel is launched on another GPU"
-            on_host = {name: _on_host(value) for name, value in kwargs.items()}
+            on_host = {name: on_host_memory(value) for name, value in kwargs.items()}
             with interpreting:
-                launch(executor, *(_on_host(x) for x in args), **on_host)
+                launch(executor, *(on_host_memory(x) for x in args), **on_host)
 
     def note_and_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with torch._C.DisableTorchFunction():
@@ -334,7 +295,3 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_on_gpu)
     with gpu:
         yield gpu
-
-
-def _on_host(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, OnGpu) else value

@@ -11,7 +11,7 @@ from splitserve.engine.cache.sharded_blocks import ShardedBlocks
 from splitserve.transport.movers.block_memory import DevicePool
 from splitserve.transport.movers.interface import Pool
 
-from .played_gpu import ON_GPUS
+from .gpu_tensors import ON_GPUS
 
 NUM_BLOCKS, NUM_LAYERS, BLOCK_SIZE, ROW = 12, 3, 4, 16  # a row: 16 numbers of 2 bytes
 

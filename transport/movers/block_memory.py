@@ -47,9 +47,6 @@ class DevicePool(BlockMemory, Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def write(self, block: int, data: NDArray[np.uint8]) -> None:
-        """Fill a block with these bytes of host memory."""
-
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         """Return the checksums of these blocks, equal to those of ``checksum.checksums``."""
 
@@ -83,6 +80,12 @@ def memory_of(pool: BlockPool) -> BlockMemory:
     return HostMemory(pool) if isinstance(pool, np.ndarray) else pool
 
 
+def write_block(pool: BlockPool, block: int, data: NDArray[np.uint8]) -> None:
+    """Fill a block with these bytes of host memory."""
+    memory = memory_of(pool)
+    memory.unpack(torch.tensor(data, device=memory.device), [block], slice(0, pool.shape[1]))
+
+
 class Staging:
     """Bytes on a GPU, by ``num_bytes`` of page-locked host memory. For one thread at a time. The copies go to
     a stream of their own, beside the step that is running."""
@@ -99,7 +102,7 @@ class Staging:
 
     def empty(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], on the GPU, to be written."""
-        with torch.cuda.stream(self._stream):  # its memory is free on this stream; steps may still use other
+        with torch.cuda.stream(self._stream):  # else it may be memory that a step under way still uses
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def read(self, data: Tensor, place: Span) -> memoryview:

@@ -74,7 +74,8 @@ class Communicator(threading.Thread):
 
     def receive(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes]: what the other rank sends next. RuntimeError where the peer is gone or late."""
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        with torch.cuda.stream(self._stream):  # else it may be memory that a step under way still uses
+            data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._finish(self._group.recv, data)
         return data
 

@@ -13,22 +13,21 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import MoverError
 from ..messages.messages import PeerId
 from .block_memory import DevicePool
 from .cudart import HANDLE_BYTES, Column, CudaRuntime, LoadRuntime
-from .interface import Arrival, BackgroundSource, Items, OneSidedTarget, PeerProcess, Run, layer_slice, runs
+from .interface import Arrival, BackgroundSource, Items, OneSidedTarget, PeerProcess, layer_slice, runs
 
 PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long as its bytes at that rate
 CLOSE_S, LOOK_S = 5.0, 0.001
-_ADDRESS = struct.Struct(
-    f"<{HANDLE_BYTES}sQi"
-)  # of a pool on one GPU: handle, offset of the pool, process id
+_ADDRESS = struct.Struct(f"<{HANDLE_BYTES}sQi")  # of a pool on one GPU: handle, offset in it, process id
 _SHARDED = struct.Struct("<iHH")  # on several: process id, planes, heads; then for each GPU
-_SHARD = struct.Struct(f"<{HANDLE_BYTES}sQHH")  # handle, offset of the pool, its first head, number of heads
+_SHARD = struct.Struct(f"<{HANDLE_BYTES}sQHH")  # handle, offset in it, first head, number of heads
+_Shared: TypeAlias = tuple[bytes, int, range]
+"""What a peer's GPU shares: handle, offset and heads."""
 
 
 class CudaIpcTarget(OneSidedTarget):
@@ -48,9 +47,9 @@ class CudaIpcTarget(OneSidedTarget):
         return self._address
 
 
-def _parsed(address: bytes, own: DevicePool) -> tuple[int, Sequence[int], list[tuple[bytes, int, range]]]:
-    """Return the peer's process id, its pool's ``rows``, and what each of its GPUs shares: handle, offset and
-    heads. Raises MoverError where its blocks cannot be those of ``own``."""
+def _parsed(address: bytes, own: DevicePool) -> tuple[int, Sequence[int], list[_Shared]]:
+    """Return the peer's process id, and its pool's ``rows`` and parts. Raises MoverError where its blocks
+    cannot be like those of ``own``."""
     if len(address) == _ADDRESS.size:
         handle, offset, pid = _ADDRESS.unpack(address)
         return pid, own.rows, [(handle, offset, range(own.rows[1]))]
@@ -61,7 +60,8 @@ def _parsed(address: bytes, own: DevicePool) -> tuple[int, Sequence[int], list[t
         (handle, offset, range(first, first + count))
         for handle, offset, first, count in _SHARD.iter_unpack(address[_SHARDED.size :])
     ]
-    fits = all(rows) and own.shape[2] % (rows[0] * rows[1]) == 0 and own.rows in ((1, 1), tuple(rows))
+    fits = all(rows) and own.shape[2] % (rows[0] * rows[1]) == 0
+    fits = fits and (len(own.shards) == 1 or own.rows == tuple(rows))
     if not fits or _read_heads([heads for *_, heads in shards], rows[1]) is None:
         raise MoverError("the decode worker's GPUs share no pool with blocks like those of this one")
     return pid, rows, shards
@@ -79,10 +79,9 @@ def _read_heads(held: Sequence[range], num_kv_heads: int) -> list[range] | None:
     return reads if end == num_kv_heads else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Lane:
+class _Lane(NamedTuple):
     """The heads that an own GPU and a peer's have in common: ``width`` bytes of each row, which is a plane of
-    a layer. ``source``, ``target``: those of the pools' first row."""
+    a layer."""
 
     cuda: CudaRuntime
     stream: Any
@@ -90,17 +89,6 @@ class _Lane:
     source: Column
     target: Column
     width: int
-
-    def copy(self, rows: Run) -> None:
-        source = self.source.address + rows.source * self.source.pitch
-        target = self.target.address + rows.target * self.target.pitch
-        self.cuda.copy(
-            Column(target, self.target.pitch),
-            Column(source, self.source.pitch),
-            self.width,
-            rows.num_bytes,
-            self.stream,
-        )
 
 
 class CudaIpcSource(BackgroundSource):
@@ -126,12 +114,11 @@ class CudaIpcSource(BackgroundSource):
         self, lease: int, secret: bytes, items: Items, first_layer: int = 0, num_layers: int | None = None
     ) -> None:
         layers = layer_slice(self._shape, first_layer, num_layers)
-        in_rows = (*self._shape[:2], self._planes)
-        found = runs(items, layers, in_rows, self._num_blocks, 0, 0)
+        found = runs(items, layers, (*self._shape[:2], self._planes), self._num_blocks, 0, 0)  # in rows
         self._process.check()
-        for lane in self._lanes:
+        for cuda, stream, _, source, target, width in self._lanes:
             for rows in found:
-                lane.copy(rows)
+                cuda.copy(target.row(rows.target), source.row(rows.source), width, rows.num_bytes, stream)
         num_bytes = sum(rows.num_bytes for rows in found) * self._shape[2] // self._planes
         self._begin(lease, items, self._record(), PUT_S + num_bytes / SLOWEST_BYTES_PER_S)
 
@@ -161,11 +148,7 @@ class CudaIpcSource(BackgroundSource):
         return ()
 
     def _map(
-        self,
-        rows: Sequence[int],
-        peers: Sequence[tuple[bytes, int, range]],
-        pool: DevicePool,
-        runtime: LoadRuntime,
+        self, rows: Sequence[int], peers: Sequence[_Shared], pool: DevicePool, runtime: LoadRuntime
     ) -> None:
         head_bytes = pool.shape[2] // (rows[0] * rows[1])
         held = [heads for *_, heads in pool.shards] if len(pool.shards) > 1 else [range(rows[1])]
@@ -175,21 +158,13 @@ class CudaIpcSource(BackgroundSource):
             cuda = runtime(device)
             self._streams.append((cuda, stream := cuda.new_stream()))
             for handle, offset, theirs in peers:
-                first, end = max(read.start, theirs.start), min(read.stop, theirs.stop)
-                if first >= end:
-                    continue
-                mapped = cuda.map(handle)
-                source = pointer + (first - own.start) * head_bytes
-                target = mapped + offset + (first - theirs.start) * head_bytes
-                lane = _Lane(
-                    cuda,
-                    stream,
-                    mapped,
-                    Column(source, len(own) * head_bytes),
-                    Column(target, len(theirs) * head_bytes),
-                    (end - first) * head_bytes,
-                )
-                self._lanes.append(lane)
+                both = range(max(read.start, theirs.start), min(read.stop, theirs.stop))
+                if both:
+                    mapped = cuda.map(handle)
+                    source = pointer + (both.start - own.start) * head_bytes
+                    target = mapped + offset + (both.start - theirs.start) * head_bytes
+                    columns = Column(source, len(own) * head_bytes), Column(target, len(theirs) * head_bytes)
+                    self._lanes.append(_Lane(cuda, stream, mapped, *columns, len(both) * head_bytes))
 
     def _record(self) -> list[tuple[CudaRuntime, Any]]:
         return [(cuda, cuda.record(stream)) for cuda, stream in self._streams]

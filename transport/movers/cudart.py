@@ -26,6 +26,10 @@ class Column(NamedTuple):
     address: int
     pitch: int
 
+    def row(self, number: int) -> Column:
+        """Return the column from this row on."""
+        return Column(self.address + number * self.pitch, self.pitch)
+
 
 class CudaRuntime(Protocol):
     """All methods raise MoverError with CUDA's message. Streams and events are opaque."""

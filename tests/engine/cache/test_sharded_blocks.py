@@ -10,7 +10,8 @@ from splitserve.bench.kernels import triton_interpreter
 
 triton_interpreter.install()
 
-from support.played_gpu import OnGpu, Stream, played_gpu  # noqa: E402
+from support.gpu_tensors import OnGpu  # noqa: E402
+from support.played_gpu import Stream, played_gpu  # noqa: E402
 from support.sharded_pools import NUM_LAYERS, Shards, as_bytes, logical_pool  # noqa: E402
 
 from splitserve.engine.cache import sharded_blocks  # noqa: E402

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from support.played_gpu import GPU, played_gpu
 
 from splitserve.transport.movers import communicator
 from splitserve.transport.movers.communicator import Communicator
@@ -41,6 +42,17 @@ def test_torchs_watchdog_is_off_before_the_first_group(monkeypatch: pytest.Monke
     ((limits, timeout),) = found
     assert set(limits) == {"0"}
     assert timeout > 100 * communicator.LIMIT_S
+
+
+def test_a_parcel_is_received_into_memory_that_no_step_under_way_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Communicator, "start", lambda thread: None)
+    with played_gpu(monkeypatch) as gpu:
+        gpu.beside_steps = True
+        ours = Communicator(GPU, 1, lambda key, value: None, lambda _: False, pytest.fail)
+        ours._stream, ours._group = torch.cuda.Stream(GPU), MagicMock()  # type: ignore[no-untyped-call]
+        assert ours.receive(8).device == GPU
 
 
 def test_a_meeting_and_a_parcel_hang_once_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

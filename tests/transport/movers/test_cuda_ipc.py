@@ -253,6 +253,7 @@ class PlayedCudart:
 
     def __init__(self, error: int) -> None:
         self.error, self.last_error = error, 0
+        self.calls: list[list[object]] = []
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: object) -> int:
@@ -261,6 +262,7 @@ class PlayedCudart:
                 return last
             if name == "cudaSetDevice":
                 return 0
+            self.calls.append([name, *(getattr(value, "value", value) for value in arguments)])
             self.last_error = self.error
             return self.error
 
@@ -283,6 +285,17 @@ def test_a_call_that_fails_leaves_no_error_to_the_next_kernel_launch() -> None:
     library.error = cudart._NOT_READY
     assert not library.loaded().is_over(0)
     assert library.last_error == 0
+
+
+def test_whole_rows_are_copied_as_one_run_and_parts_of_rows_by_their_pitches() -> None:
+    library = PlayedCudart(0)
+    runtime = library.loaded()
+    runtime.copy(Column(1000, 32), Column(2000, 32), 32, 5, "stream")
+    runtime.copy(Column(1000, 32), Column(2000, 64), 32, 5, "stream")
+    assert library.calls == [
+        ["cudaMemcpyAsync", 1000, 2000, 160, 4, "stream"],
+        ["cudaMemcpy2DAsync", 1000, 32, 2000, 64, 32, 5, 4, "stream"],
+    ]
 
 
 def test_memory_in_expandable_segments_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ def test_a_parcel_that_nobody_granted_is_dropped_and_touches_nothing(
         b"XXXX" + header()[4:],
         header()[:4] + b"\x01" + header()[5:],
         header() + bytes(4 * blocks_per_parcel(LAYER_BYTES)),
+        header(positions=tuple(range(60))),  # more bytes than a parcel may have
         bytes(100_000),
     ],
 )

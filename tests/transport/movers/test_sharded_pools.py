@@ -3,18 +3,27 @@ logical blocks, and nothing else."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from support.kv_pools import SECRET, until
-from support.played_gpu import played_gpu
+from support.played_gpu import PlayedGpu, played_gpu
 
 from splitserve.bench.kernels import triton_interpreter
 
 triton_interpreter.install()
 
-from support.sharded_pools import Shards, logical_pool  # noqa: E402
+from support.sharded_pools import NUM_BLOCKS, Shards, logical_pool  # noqa: E402
 
+from splitserve.transport.errors import MoverError  # noqa: E402
+from splitserve.transport.movers import cuda_ipc, nixl, opening  # noqa: E402
+from splitserve.transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget  # noqa: E402
+from splitserve.transport.movers.cudart import HANDLE_BYTES, Column  # noqa: E402
 from splitserve.transport.movers.interface import PutSource  # noqa: E402
 from splitserve.transport.movers.tcp import inbound, source, target, wire  # noqa: E402
 from splitserve.transport.movers.tcp.source import TcpSource  # noqa: E402
@@ -73,3 +82,224 @@ def test_by_tcp(planes: int, heads: int, of: int, to: int, monkeypatch: pytest.M
         assert not receiving.dropped
         gpu.beside_steps = False
         pair.check()
+
+
+class Cuda:
+    """CUDA of one GPU of a host whose GPUs are all in this process's memory. A copy happens when its event is
+    asked for. ``mapped``: the pools that are mapped and not unmapped."""
+
+    OFFSET = 64  # of a pool in its allocation
+
+    def __init__(self, host: Host, device: torch.device) -> None:
+        self._host, self._device = host, device
+        self._begun: list[tuple[Column, Column, int, int] | int] = []
+        self._num_events = self._over = 0
+
+    def share(self, pointer: int) -> tuple[bytes, int]:
+        assert self._host.places[pointer][0] == self._device
+        return (pointer - self.OFFSET).to_bytes(HANDLE_BYTES, "little"), self.OFFSET
+
+    def map(self, handle: bytes) -> int:
+        self._host.num_mapped += 1
+        return int.from_bytes(handle, "little")
+
+    def unmap(self, pointer: int) -> None:
+        self._host.num_mapped -= 1
+
+    def new_stream(self) -> Any:
+        return self
+
+    def end_stream(self, stream: Any) -> None:
+        assert not self._begun
+
+    def copy(self, target: Column, source: Column, width: int, num_rows: int, stream: Any) -> None:
+        assert stream is self
+        assert self._host.at(source, width, num_rows) == self._device, "a GPU copies what is its own"
+        self._host.at(target, width, num_rows)
+        self._host.num_copies += 1
+        self._begun.append((target, source, width, num_rows))
+
+    def record(self, stream: Any) -> Any:
+        self._num_events += 1
+        self._begun.append(self._num_events)
+        return self._num_events
+
+    def is_over(self, event: Any) -> bool:
+        assert event > self._over, "an event that was over is gone"
+        while self._over < event and self._begun:
+            if isinstance(what := self._begun.pop(0), int):
+                self._over = what
+                return what == event
+            target, source, width, num_rows = what
+            for row in range(num_rows):
+                ctypes.memmove(
+                    target.address + row * target.pitch, source.address + row * source.pitch, width
+                )
+        return False
+
+
+class Host:
+    """The GPUs with the pools of a pair. ``places``: GPU and bytes of each pool, by address."""
+
+    def __init__(self, pair: Pair) -> None:
+        parts = [*zip(pair.own.blocks.shards, pair.own.parts, strict=True)]
+        parts += zip(pair.peer.blocks.shards, pair.peer.parts, strict=True)
+        self.places = {pointer: (device, part.nbytes) for (pointer, device, _), part in parts}
+        self.num_mapped = self.num_copies = 0
+        self._gpus: dict[torch.device, Cuda] = {}
+
+    def runtime(self, device: torch.device) -> Cuda:
+        return self._gpus.setdefault(device, Cuda(self, device))
+
+    def at(self, column: Column, width: int, num_rows: int) -> torch.device:
+        """Return the GPU that holds all of these rows."""
+        for pointer, (device, num_bytes) in self.places.items():
+            if pointer <= column.address < pointer + num_bytes:
+                assert width <= column.pitch
+                assert column.address + (num_rows - 1) * column.pitch + width <= pointer + num_bytes
+                return device
+        raise AssertionError("a copy from or to no pool")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
+    with played_gpu(monkeypatch) as gpu:
+        yield gpu
+
+
+@PAIRS
+def test_by_cuda_ipc(gpu: PlayedGpu, planes: int, heads: int, of: int, to: int) -> None:
+    pair = Pair(planes, heads, of, to, on_gpus=True)
+    host = Host(pair)
+    receiving = CudaIpcTarget(pair.peer.blocks, host.runtime)
+    sending = CudaIpcSource(receiving.address(WRITER), NUM_BLOCKS, pair.own.blocks, host.runtime)
+    pair.put(sending)
+    assert sending.pending() == len(OWN) + 2
+    assert pair.peer.hold(pair.peer.logical), "nothing waits for a copy"
+    left: list[object] = []
+    until(lambda: left.extend(sending.poll()) or not sending.pending())
+    assert len(left) == len(OWN) + 2
+    sending.close()
+    assert host.num_mapped == 0
+    pair.check()
+    assert host.num_copies == 6 * num_lanes(heads, of, to), "one for each run of blocks, and pair of GPUs"
+
+
+def num_lanes(heads: int, of: int, to: int) -> int:
+    """How many pairs of GPUs have heads in common, each head read from one GPU only."""
+    of = min(of, heads)
+    return max(of, to)
+
+
+@pytest.mark.parametrize(("of", "to"), ALL_DEGREES[1:])
+def test_by_nccl(of: int, to: int) -> None:
+    """Gloo plays it, between tensors of the CPU."""
+    pair = Pair(2, 4, of, to)
+    receiving = opening.nccl_target(pair.peer.blocks, pair.peer.blocks.shape)
+    sending = opening.nccl_source(receiving.address(WRITER), pair.own.blocks, pair.own.blocks.shape)
+    receiving.open(LEASE, SECRET, dict(enumerate(PEERS)))
+    pair.put(sending)
+    arrived: list[object] = []
+
+    def turn() -> bool:
+        for message in sending.take_messages():
+            receiving.receive(WRITER, message)
+        for _, message in receiving.take_messages():
+            sending.receive(message)
+        sending.poll()
+        arrived.extend(receiving.poll(9))
+        return len(arrived) == len(PEERS)
+
+    until(turn)
+    sending.close()
+    receiving.close_all()
+    pair.check()
+
+
+def test_a_worker_of_one_gpu_shares_it_by_the_address_of_before(gpu: PlayedGpu) -> None:
+    pair = Pair(2, 4, 2, 1, on_gpus=True)
+    address = CudaIpcTarget(pair.peer.blocks, Host(pair).runtime).address(WRITER)
+    pointer = pair.peer.parts[0].data_ptr() - Cuda.OFFSET
+    assert address == pointer.to_bytes(64, "little") + Cuda.OFFSET.to_bytes(
+        8, "little"
+    ) + os.getpid().to_bytes(4, "little")
+
+
+def sharded_address(planes: int, num_heads: int, *heads: tuple[int, int]) -> bytes:
+    return cuda_ipc._SHARDED.pack(os.getpid(), planes, num_heads) + b"".join(
+        cuda_ipc._SHARD.pack(b"h", 0, first, count) for first, count in heads
+    )
+
+
+GOOD = sharded_address(2, 4, (0, 2), (2, 2))
+
+
+@pytest.mark.parametrize("of", [1, 2, 4])
+@pytest.mark.parametrize(
+    "address",
+    [
+        GOOD[:-1],
+        GOOD + b"h",
+        GOOD[:8],
+        sharded_address(2, 4, (0, 2)),
+        sharded_address(2, 4, (0, 1), (2, 2)),
+        sharded_address(2, 4, (0, 2), (2, 3)),
+        sharded_address(2, 4, (2, 2), (0, 2)),
+        sharded_address(2, 4, (0, 4), (0, 0)),
+        sharded_address(2, 0, (0, 4)),
+        sharded_address(0, 4, (0, 4)),
+        sharded_address(2, 3, (0, 1), (1, 2)),
+        sharded_address(2, 60_000, *[(0, 60_000)] * 800),
+    ],
+)
+def test_an_address_of_other_shards_is_an_error(gpu: PlayedGpu, of: int, address: bytes) -> None:
+    pair = Pair(2, 4, of, 2, on_gpus=True)
+    host = Host(pair)
+    CudaIpcSource(GOOD, NUM_BLOCKS, pair.own.blocks, host.runtime).close()
+    with pytest.raises(MoverError, match="share"):
+        CudaIpcSource(address, NUM_BLOCKS, pair.own.blocks, host.runtime)
+    assert host.num_mapped == 0
+
+
+@pytest.mark.parametrize("address", [GOOD, sharded_address(1, 2, (0, 1), (1, 1))])
+def test_an_address_of_more_heads_than_there_are_is_an_error(gpu: PlayedGpu, address: bytes) -> None:
+    pair = Pair(1, 1, 2, 2, on_gpus=True)
+    with pytest.raises(MoverError, match="share"):
+        CudaIpcSource(address, NUM_BLOCKS, pair.own.blocks, Host(pair).runtime)
+
+
+def test_a_pool_that_cannot_be_mapped_leaves_none_mapped(
+    gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(2, 4, 1, 4, on_gpus=True)
+    host = Host(pair)
+    address = CudaIpcTarget(pair.peer.blocks, host.runtime).address(WRITER)
+    mapped = Cuda.map
+
+    def fails(cuda: Cuda, handle: bytes) -> int:
+        if host.num_mapped == 2:
+            raise MoverError("cudaIpcOpenMemHandle: peer access is not supported")
+        return mapped(cuda, handle)
+
+    monkeypatch.setattr(Cuda, "map", fails)
+    with pytest.raises(MoverError, match="peer access"):
+        CudaIpcSource(address, NUM_BLOCKS, pair.own.blocks, host.runtime)
+    assert host.num_mapped == 0
+
+
+def test_nixl_is_left_out_and_named_as_the_reason_where_it_is_forced(
+    gpu: PlayedGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = Pair(2, 4, 2, 1, on_gpus=True).own.blocks
+
+    def movers(*offered: str) -> tuple[str, ...]:
+        targets = opening.open_targets(offered, pool, None, "tcp://127.0.0.1:*", "127.0.0.1", True)
+        targets.close_all()
+        return targets.endpoints.movers
+
+    assert movers("nixl", "tcp") == ("tcp",)
+    assert "goes on without the mover nixl: the mover nixl is for KV caches on one GPU" in caplog.text
+    with pytest.raises(MoverError, match="on one GPU"):
+        movers("nixl")
+    with pytest.raises(MoverError, match="on one GPU"):
+        nixl.NixlSource(bytes(99), NUM_BLOCKS, pool)
