@@ -4,7 +4,7 @@ the sizes that it would have on this host, without loading it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..transport.messages.messages import ModelIdentity
-from .cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
+from .cache.kv_cache import KVCacheLayout, PoolAllocator
 from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size
 from .cache.memory_claims import MemoryClaims
 from .device import available_bytes, free_host_bytes, select_device, select_dtype
@@ -33,6 +33,8 @@ from .worker_model import WorkerModel
 
 if TYPE_CHECKING:
     from .cache.device_blocks import DeviceBlocks
+    from .cache.sharded_blocks import ShardedBlocks
+    from .loaded_model import LoadedModel
 
 _log = logging.getLogger(__name__)
 
@@ -78,9 +80,9 @@ def _computing_model(
     grammars.warm_up()
     loaded.phases.done("grammar")
     cache = loaded.kv_cache
-    pool: NDArray[np.uint8] | DeviceBlocks
+    pool: NDArray[np.uint8] | DeviceBlocks | ShardedBlocks
     if on_gpu:
-        pool = _device_blocks(cache)
+        pool = _device_blocks(runner.ranks)
         loaded.phases.done("movers")
     else:
         pool = cache.layer_bytes_view
@@ -115,10 +117,17 @@ def _computing_model(
     )
 
 
-def _device_blocks(cache: KVCache) -> DeviceBlocks:
-    from .cache.device_blocks import DeviceBlocks  # needs Triton
+def _device_blocks(ranks: Sequence[LoadedModel]) -> DeviceBlocks | ShardedBlocks:
+    from .cache.device_blocks import DeviceBlocks  # these need Triton
+    from .cache.sharded_blocks import ShardedBlocks
 
-    blocks = DeviceBlocks(cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1))
+    blocks: DeviceBlocks | ShardedBlocks
+    if len(ranks) == 1:
+        pool = ranks[0].pool
+        blocks = DeviceBlocks(pool.view(torch.uint8).view(*pool.shape[:2], -1))
+    else:
+        heads = [range(each.own_heads.start, each.own_heads.stop) for each in ranks]
+        blocks = ShardedBlocks([each.pool for each in ranks], heads, ranks[0].layout.num_kv_heads)
     blocks.warm_up()
     return blocks
 

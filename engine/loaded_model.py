@@ -58,15 +58,13 @@ class LoadedModel:
         """``first``: of rank 0, for the others. Raises EngineError with what to do."""
         self.phases, settings = StartPhases(), engine.settings
         self.rank, self._engine = rank, engine
-        config, self.device = (
-            ModelConfig.from_folder(settings.model),
-            select_device(settings.device, rank.number, rank.size),
-        )
+        config = ModelConfig.from_folder(settings.model)
+        self.device = select_device(settings.device, rank.number, rank.size)
         check_formats(settings, config, self.device)
         check_split(config, rank.size, settings.exact)
         self._model_len = max_model_len(settings.max_model_len, config)
         self.config = config.for_length(self._model_len)
-        self._own_heads = rank.kv_heads(config.num_kv_heads)
+        self.own_heads = rank.kv_heads(config.num_kv_heads)
         self._claims: MemoryClaims = MemoryClaims(settings.coordinator) if first is None else first._claims
         self._threads: CpuThreads = self._claim_threads(settings) if first is None else first._threads
         threads = self._threads.of_rank(rank.number, rank.size)
@@ -178,7 +176,7 @@ class LoadedModel:
 
     def make_cache(self, num_blocks: int, max_model_len: int, first: LoadedModel | None = None) -> None:
         """Raises OutOfMemoryError."""
-        self.max_model_len, layout, heads = max_model_len, self.layout, self._own_heads
+        self.max_model_len, layout, heads = max_model_len, self.layout, self.own_heads
         if max_model_len < self._model_len and first is None:
             logger.warning(
                 "max_model_len is %d, not the model's %d: the KV cache of %.2f GiB holds no longer sequence; "
@@ -201,7 +199,7 @@ class LoadedModel:
     @property
     def own_layout(self) -> KVCacheLayout:
         """That of a block of this rank's heads."""
-        return replace(self.layout, num_kv_heads=self._own_heads.stop - self._own_heads.start)
+        return replace(self.layout, num_kv_heads=self.own_heads.stop - self.own_heads.start)
 
     def cache_size(self) -> KVCacheSize:
         """Size the KV cache by the memory that is free now, and claim it where that is the host's. Raises

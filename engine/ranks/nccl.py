@@ -65,9 +65,15 @@ class Communicators:
 
 
 class NcclRank(HostRank):
-    def __init__(self, number: int, boxes: Sequence[Sequence[Mailbox]], communicators: Communicators) -> None:
+    def __init__(
+        self,
+        number: int,
+        boxes: Sequence[Sequence[Mailbox]],
+        communicators: Communicators,
+        device: torch.device,
+    ) -> None:
         super().__init__(number, boxes)
-        self._communicators = communicators
+        self._communicators, self._device = communicators, device
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -83,7 +89,7 @@ class NcclRank(HostRank):
 
     def shared(self, tokens: Tensor | None, count: int) -> Tensor:
         if tokens is None:
-            tokens = torch.empty(count, dtype=torch.int32, device="cuda")
+            tokens = torch.empty(count, dtype=torch.int32, device=self._device)
         self._collective("ncclBroadcast", tokens, tokens, 0)
         return tokens
 

@@ -26,7 +26,9 @@ def ranks_of(device: torch.device, size: int) -> Sequence[Rank]:
     if device.type == "cpu":
         return [HostRank(number, boxes) for number in range(size)]
     communicators = Communicators(size)
-    return [NcclRank(number, boxes, communicators) for number in range(size)]
+    first = device.index or 0
+    gpus = [torch.device("cuda", first + number) for number in range(size)]
+    return [NcclRank(number, boxes, communicators, gpu) for number, gpu in enumerate(gpus)]
 
 
 def written_by_all(

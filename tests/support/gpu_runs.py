@@ -65,7 +65,11 @@ def on_played_gpu(
 
 
 def load(
-    folder: Path, dtype: str = "float32", kv_dtype: Literal["auto", "fp8"] = "auto", exact: bool = False
+    folder: Path,
+    dtype: str = "float32",
+    kv_dtype: Literal["auto", "fp8"] = "auto",
+    exact: bool = False,
+    num_gpus: int = 1,
 ) -> WorkerModel:
     settings = WorkerSettings(
         model=folder,
@@ -74,6 +78,7 @@ def load(
         dtype=dtype,
         kv_dtype=kv_dtype,
         exact=exact,
+        tensor_parallel_size=num_gpus,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         max_model_len=40,

@@ -48,7 +48,7 @@ class PlayedGpu(TorchFunctionMode):
         self.variants: set[str] = set()
         self._pinned: dict[int, torch.Tensor] = {}  # page-locked memory, kept for good: addresses name it
         self._under_way: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # copies: step, source, content
-        self.streams = threading.local()  # ``entered``: the GPUs of the streams that this thread is on
+        self.streams = threading.local()  # ``entered``: the GPUs of a thread's streams; ``gpu``: its own
         self.beside_steps = False  # no copy and no memory for one on a GPU's default stream: steps run there
         self._answers: dict[Any, object] = {
             torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
@@ -262,7 +262,7 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
         "memory_reserved": lambda _=None: gpu.reserved_bytes + gpu.cached_bytes,
         "get_device_properties": lambda _: properties,
         "get_device_capability": lambda _=None: (9, 0), "get_device_name": lambda _: properties.name,
-        "set_device": lambda _: None, "device": lambda _: nullcontext(), "empty_cache": gpu.empty_cache,
+        "set_device": lambda device: setattr(gpu.streams, "gpu", device.index or 0), "device": lambda _: nullcontext(), "empty_cache": gpu.empty_cache,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     bootstrap: Callable[[threading.Thread], None] = vars(threading.Thread)["_bootstrap_inner"]
@@ -279,7 +279,7 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
             assert all(isinstance(x, OnGpu) for x in given), (
                 "Pointer argument cannot be accessed from Triton (cpu tensor?)"
             )
-            current = [0, *getattr(gpu.streams, "entered", [])][-1]
+            current = [getattr(gpu.streams, "gpu", 0), *getattr(gpu.streams, "entered", [])][-1]
             assert {x.index for x in given} == {current}, "a kernel is launched on another GPU"
             on_host = {name: on_host_memory(value) for name, value in kwargs.items()}
             with interpreting:

@@ -259,7 +259,7 @@ def sized(
         loaded.dtype, loaded._claims = torch.bfloat16, MemoryClaims("c", folder / "claims")
         loaded.layout = layout = KVCacheLayout.of(loaded.config, 64, loaded.dtype)
         loaded.rank, loaded._engine, loaded._weight_bytes = ALONE, engine, 0
-        loaded._own_heads = slice(0, loaded.config.num_kv_heads)
+        loaded.own_heads = slice(0, loaded.config.num_kv_heads)
         size = loaded.cache_size()
         assert size.num_blocks * layout.block_bytes < gpu.free_bytes
         return size, gpu.free_bytes
