@@ -24,6 +24,10 @@ class Rank:
     """One of ``size``; and alone, without anything to do for the others. All ranks make the same calls in the
     same order."""
 
+    num_calls = (
+        0  # so far, of those that a GPU is given: there one rank's thread does not wait for the others
+    )
+
     def __init__(self, number: int = 0, size: int = 1) -> None:
         self.number, self.size = number, size
 

@@ -74,6 +74,7 @@ class NcclRank(HostRank):
     ) -> None:
         super().__init__(number, boxes)
         self._communicators, self._device = communicators, device
+        self.num_calls = 0
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -99,6 +100,7 @@ class NcclRank(HostRank):
 
     def _collective(self, name: str, sent: Tensor, received: Tensor, *which: int) -> None:
         """``which``: the operation, or the root."""
+        self.num_calls += 1
         addresses = ctypes.c_void_p(sent.data_ptr()), ctypes.c_void_p(received.data_ptr())
         count = ctypes.c_size_t(sent.numel())
         self._communicators(self.number, name, *addresses, count, DTYPES[sent.dtype], *which)

@@ -15,6 +15,7 @@ from .host import HostRank, mailboxes
 from .nccl import Communicators, NcclRank
 
 T = TypeVar("T")
+R = TypeVar("R")
 Work = Callable[[T], object]
 
 
@@ -48,7 +49,7 @@ def written_by_all(
     return report
 
 
-class OtherRanks(Generic[T]):
+class AllRanks(Generic[T]):
     """Runs on all ranks what rank 0 does. ``runners``: of all, rank 0 first."""
 
     def __init__(self, runners: Sequence[T], ranks: Sequence[Rank], on_gpus: bool) -> None:
@@ -58,22 +59,30 @@ class OtherRanks(Generic[T]):
         for number in range(1, len(runners)):
             threading.Thread(target=self._run, args=(number,), name="rank", daemon=True).start()
 
-    def begin(self, work: Work[T]) -> None:
-        """On each other rank, after what was begun before."""
+    def run(self, other: Work[T], own: Callable[[], R], launched: bool = False) -> R:
+        """``own`` on this thread, ``other`` on the other ranks meanwhile. ``launched``: they do not wait for
+        the device. Raises what one of them, or this one, could not go on for."""
         for inbox in self._inboxes:
-            inbox.put(work)
+            inbox.put(other)
+        try:
+            result = own()
+        except Exception as error:
+            self._finish(error, launched)
+            raise
+        self._finish(None, launched)
+        return result
 
-    def finish(self, own: Exception | None = None) -> None:
-        """Wait until the others have ended the oldest work that was begun (on GPUs: have launched it). Raises
-        what one of them, or rank 0 (``own``), could not go on for."""
-        if own is not None:
+    def _finish(self, own: Exception | None, launched: bool) -> None:
+        if own is not None and not (launched and self._on_gpus):
             self._ranks[0].fail()
         errors = [own, *(self._ended.get() for _ in self._inboxes)]
         found = [error for error in errors if error is not None]
         if not found:
             return
         first = next((error for error in found if not isinstance(error, RankFailedError)), found[0])
-        if self._on_gpus:  # a communicator that was aborted is of no more use
+        alike = found == [own] and len({rank.num_calls for rank in self._ranks}) == 1
+        if self._on_gpus and not alike:
+            self._ranks[0].fail()  # a communicator that was aborted is of no more use
             raise DeviceLostError(
                 f"a GPU of this worker could not go on with a step ({first}): it ends, to be started anew"
             ) from first

@@ -18,7 +18,7 @@ from ..device import Arrival, bring, passed, send_all
 from ..engine_config import WARM_UP_TOKENS, EngineConfig
 from ..loaded_model import LoadedModel, load_ranks
 from ..model.decoder import AttentionMetadata
-from ..ranks.threads import OtherRanks, written_by_all
+from ..ranks.threads import AllRanks, written_by_all
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .prefill_graphs import PrefillGraphs
@@ -43,7 +43,6 @@ class ModelRunner:
         """``loaded``: of a rank other than 0; the runner of rank 0 makes theirs."""
         ranks = load_ranks(engine) if loaded is None else [loaded]
         self.loaded = loaded = ranks[0]
-        self._others: OtherRanks[ModelRunner] | None = None
         self.config, self.device, self.phases = loaded.config, loaded.device, loaded.phases
         self.kv_cache, self.max_model_len = loaded.kv_cache, loaded.max_model_len
         self._model = loaded.decoder
@@ -54,10 +53,9 @@ class ModelRunner:
         self._prefill_graphs: PrefillGraphs | None = None
         self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # the last step's tokens
         self._arrived_last: Arrival = lambda: ()  # waits for them on the host
+        runners = [self, *(ModelRunner(engine, other) for other in ranks[1:])]
         self.ranks = ranks
-        if len(ranks) > 1:
-            runners = [self, *(ModelRunner(engine, other) for other in ranks[1:])]
-            self._others = OtherRanks(runners, [each.rank for each in ranks], self.device.type == "cuda")
+        self._all = AllRanks(runners, [each.rank for each in ranks], self.device.type == "cuda")
 
     def capture(self, record: Recorder) -> None:
         """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on, and steps of few
@@ -99,34 +97,20 @@ class ModelRunner:
         On a CPU, and with prompt logprobs, the step is over when this returns. Two steps may be under way.
 
         Each rank does the same; rank 0 samples."""
-        if self._others is None:
+        if len(self.ranks) == 1:
             return self._launch(batch, on_layer)
-        reports = on_layer is not None
-        on_layer = on_layer and self._written_by_all(on_layer)
-        return self._on_all(
-            lambda runner: runner._follow(batch, reports), partial(self._launch, batch, on_layer)
+        others = None if on_layer is None else _nobody
+        return self._all.run(
+            lambda runner: runner._launch_beside(batch, others),
+            lambda: self._launch_beside(batch, on_layer),
+            launched=True,
         )
 
-    def _on_all(self, other: Callable[[ModelRunner], object], own: Callable[[], T]) -> T:
-        """Run ``other`` on the ranks other than 0 meanwhile. They have launched what they do when this
-        returns."""
-        if self._others is None:
-            return own()
-        self._others.begin(other)
-        try:
-            result = own()
-        except Exception as error:
-            self._others.finish(error)
-            raise
-        self._others.finish()
-        return result
-
-    def _follow(self, batch: Batch, reports: bool) -> None:
-        """A step on a rank other than 0. ``reports``: rank 0 reports layers."""
-        self._launch(batch, self._written_by_all(_nobody) if reports else None)
-
-    def _written_by_all(self, on_layer: OnLayer) -> OnLayer:
-        return written_by_all(on_layer, self._model.num_layers, self.loaded.rank, self.device)
+    def _launch_beside(self, batch: Batch, on_layer: OnLayer | None) -> Callable[[], StepOutput]:
+        """A step's part on one of several ranks."""
+        if on_layer is not None:
+            on_layer = written_by_all(on_layer, self._model.num_layers, self.loaded.rank, self.device)
+        return self._launch(batch, on_layer)
 
     def _launch(self, batch: Batch, on_layer: OnLayer | None) -> Callable[[], StepOutput]:
         self.loaded.use_this_thread()
@@ -187,8 +171,8 @@ class ModelRunner:
         run_first_steps(self.execute, [min(length, most) for length in lengths], block_size, many)
         self.phases.done("warm-up")
         if self.device.type == "cuda" and (self._max_decode_seqs or self._max_prefill_tokens):
-            alone = self._others is None
-            self._on_all(
+            alone = len(self.ranks) == 1
+            self._all.run(
                 lambda runner: runner.capture(CudaRecorder(alone)), lambda: self.capture(CudaRecorder(alone))
             )
 
@@ -223,7 +207,11 @@ class ModelRunner:
         read_logprobs: Callable[[], dict[int, TokenLogprobs]] = dict
         if rank.number == 0:
             rows = SampledRows(states, positions, computed.newest, newest_on_host, computed.lengths)
-            drawn, read_logprobs = self._draw(computed.logits, rows)
+            try:
+                drawn, read_logprobs = self._draw(computed.logits, rows)
+            except Exception:  # of one request: no other rank waits for these tokens for ever
+                rank.shared(torch.zeros(len(states), dtype=torch.int32, device=self.device), len(states))
+                raise
         drawn = rank.shared(drawn, len(states))
         if computed.which is not None:
             drawn = drawn.new_full((batch.num_seqs,), -1).index_copy_(0, computed.which, drawn)

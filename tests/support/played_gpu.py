@@ -262,7 +262,8 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
         "memory_reserved": lambda _=None: gpu.reserved_bytes + gpu.cached_bytes,
         "get_device_properties": lambda _: properties,
         "get_device_capability": lambda _=None: (9, 0), "get_device_name": lambda _: properties.name,
-        "set_device": lambda device: setattr(gpu.streams, "gpu", device.index or 0), "device": lambda _: nullcontext(), "empty_cache": gpu.empty_cache,
+        "set_device": lambda device: setattr(gpu.streams, "gpu", device.index or 0),
+        "device": lambda _: nullcontext(), "empty_cache": gpu.empty_cache,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     bootstrap: Callable[[threading.Thread], None] = vars(threading.Thread)["_bootstrap_inner"]

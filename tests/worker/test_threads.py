@@ -25,7 +25,7 @@ MISTAKEN = {
     "step": ("engine.step.step_thread", "StepThread._run"),
     "probes": ("worker.health", "_Server.serve_forever"),
     "kv-store": ("worker.kv_store", "Threads._run"),
-    "rank": ("engine.ranks.threads", "OtherRanks._run"),
+    "rank": ("engine.ranks.threads", "AllRanks._run"),
 }
 """By the thread's name: where its work begins."""
 ON_DEMAND = {"grammar", "gpu-telemetry"}

@@ -78,3 +78,24 @@ def test_a_gpu_that_fails_ends_the_worker(
         monkeypatch.setattr(runner.ranks[1].decoder, "forward", fail)
         with pytest.raises(DeviceLostError, match="out of memory"):
             generate(runner, gpu)
+
+
+def test_a_step_that_fails_alike_on_all_gpus_is_no_more_than_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: PlayedNccl
+) -> None:
+    """So does one whose tokens cannot be drawn."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a request that cannot be served")
+
+    with on_played_gpu(monkeypatch) as gpu:
+        runner = load(tmp_path, num_gpus=SIZE).runner
+        assert isinstance(runner, ModelRunner)
+        expected = [output.token_ids.tolist() for output in generate(runner, gpu)[0]]
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, "_draw", fail)
+            with pytest.raises(ValueError, match="cannot be served"):
+                generate(runner, gpu)
+        gpu.launching = False
+        assert [output.token_ids.tolist() for output in generate(runner, gpu)[0]] == expected
