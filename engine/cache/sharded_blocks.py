@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,18 +19,10 @@ from ...kernels.gpu.kv_blocks import block_checksums
 GATHERED_BYTES = 32 << 20  # summed at a time, unless one block has more
 
 
-class _Part(NamedTuple):
-    """int64 [num_blocks, num_layers, planes, len(heads), words of a head], of which ``reads`` are read."""
-
-    pool: Tensor
-    heads: range
-    reads: range
-
-
 class ShardedBlocks:
     """``pools[r]``: [num_blocks, num_layers, planes, len(heads[r]), block_size, row] of any dtype, on its
-    GPU. ``heads[r]``: which of ``num_kv_heads`` it holds, in ascending order. A head of several GPUs is
-    written to all and read from the first."""
+    GPU. ``heads[r]``: which of ``num_kv_heads`` it holds: the same as another GPU, or none of them. Heads of
+    several GPUs are written to all and read from the first."""
 
     def __init__(self, pools: Sequence[Tensor], heads: Sequence[range], num_kv_heads: int) -> None:
         words = [pool.view(torch.uint8).view(*pool.shape[:4], -1).view(torch.int64) for pool in pools]
@@ -39,13 +30,11 @@ class ShardedBlocks:
         self.device, self.rows = pools[0].device, (planes, num_kv_heads)
         self.shape = (num_blocks, num_layers, planes * num_kv_heads * self._head_words * 8)
         self.shards = [(pool.data_ptr(), pool.device, own) for pool, own in zip(words, heads, strict=True)]
-        self._parts, end = list[_Part](), 0
         for pool, own in zip(words, heads, strict=True):
             assert pool.shape == (num_blocks, num_layers, planes, len(own), self._head_words)
-            assert own.start <= end <= own.stop, f"KV heads {heads}"
-            self._parts.append(_Part(pool, own, range(end, own.stop)))
-            end = own.stop
-        assert end == num_kv_heads, f"KV heads {heads} of {num_kv_heads}"
+        self._parts = list(zip(heads, words, strict=True))
+        self._first = dict(reversed(self._parts))
+        assert sorted(head for own in self._first for head in own) == list(range(num_kv_heads)), heads
         self._streams = [
             torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
             for pool in pools
@@ -82,7 +71,7 @@ class ShardedBlocks:
         with self._turn():
             num_layers = layers.stop - layers.start
             data = packed.view(torch.int64).view(len(blocks), num_layers, *self.rows, self._head_words)
-            for pool, heads, _ in self._parts:
+            for heads, pool in self._parts:
                 part = data[:, :, :, heads.start : heads.stop].to(pool.device)
                 pool[:, layers].index_copy_(0, torch.tensor(blocks, device=pool.device), part)
 
@@ -90,11 +79,9 @@ class ShardedBlocks:
         """int64 [len(blocks), layers, planes, num_kv_heads, words of a head], on the first GPU."""
         size = (len(blocks), layers.stop - layers.start, *self.rows, self._head_words)
         packed = torch.empty(size, dtype=torch.int64, device=self.device)
-        for pool, heads, reads in self._parts:
-            if reads:
-                own = pool[:, layers, :, reads.start - heads.start : reads.stop - heads.start]
-                part = own.index_select(0, torch.tensor(blocks, device=pool.device))
-                packed[:, :, :, reads.start : reads.stop].copy_(part)
+        for heads, pool in self._first.items():
+            part = pool[:, layers].index_select(0, torch.tensor(blocks, device=pool.device))
+            packed[:, :, :, heads.start : heads.stop].copy_(part)
         return packed
 
     @contextmanager

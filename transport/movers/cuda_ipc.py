@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -62,21 +62,19 @@ def _parsed(address: bytes, own: DevicePool) -> tuple[int, Sequence[int], list[_
     ]
     fits = all(rows) and own.shape[2] % (rows[0] * rows[1]) == 0
     fits = fits and (len(own.shards) == 1 or own.rows == tuple(rows))
-    if not fits or _read_heads([heads for *_, heads in shards], rows[1]) is None:
+    if not fits or not _are_all([heads for *_, heads in shards], rows[1]):
         raise MoverError("the decode worker's GPUs share no pool with blocks like those of this one")
     return pid, rows, shards
 
 
-def _read_heads(held: Sequence[range], num_kv_heads: int) -> list[range] | None:
-    """Return which of the heads ``held`` by GPUs are read from each: those that none before it holds. None
-    where they do not ascend from head 0 to the last without a gap."""
-    reads, end = list[range](), 0
-    for heads in held:
-        if not heads or not heads.start <= end <= heads.stop:
-            return None
-        reads.append(range(end, heads.stop))
+def _are_all(held: Iterable[range], num_heads: int) -> bool:
+    """Return whether these are all heads in order, where GPUs one after the other may hold the same."""
+    end = 0
+    for heads in dict.fromkeys(held):
+        if not heads or heads.start != end:
+            return False
         end = heads.stop
-    return reads if end == num_kv_heads else None
+    return end == num_heads
 
 
 class _Lane(NamedTuple):
@@ -151,14 +149,14 @@ class CudaIpcSource(BackgroundSource):
         self, rows: Sequence[int], peers: Sequence[_Shared], pool: DevicePool, runtime: LoadRuntime
     ) -> None:
         head_bytes = pool.shape[2] // (rows[0] * rows[1])
-        held = [heads for *_, heads in pool.shards] if len(pool.shards) > 1 else [range(rows[1])]
-        reads = _read_heads(held, rows[1])
-        assert reads is not None
-        for (pointer, device, _), own, read in zip(pool.shards, held, reads, strict=True):
+        first = {heads: (pointer, device) for pointer, device, heads in reversed(pool.shards)}
+        if len(pool.shards) == 1:
+            first = {range(rows[1]): pool.shards[0][:2]}
+        for own, (pointer, device) in first.items():
             cuda = runtime(device)
             self._streams.append((cuda, stream := cuda.new_stream()))
             for handle, offset, theirs in peers:
-                both = range(max(read.start, theirs.start), min(read.stop, theirs.stop))
+                both = range(max(own.start, theirs.start), min(own.stop, theirs.stop))
                 if both:
                     mapped = cuda.map(handle)
                     source = pointer + (both.start - own.start) * head_bytes

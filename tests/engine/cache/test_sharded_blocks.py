@@ -51,6 +51,16 @@ def test_they_are_packed_and_unpacked_as_logical_blocks(
     assert source.hold(logical)
 
 
+def test_heads_of_several_gpus_are_read_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    logical = logical_pool(2, 2)
+    with played_gpu(monkeypatch):
+        shards = Shards(logical, 4, True)
+        for other in (1, 3):
+            shards.parts[other].zero_()
+        packed = shards.blocks.pack(BLOCKS, LAYERS[0]).as_subclass(torch.Tensor)
+    assert packed.equal(HostMemory(as_bytes(logical)).pack(BLOCKS, LAYERS[0]))
+
+
 @KINDS
 def test_their_checksums_are_those_of_the_logical_blocks(
     planes: int, heads: int, degree: int, monkeypatch: pytest.MonkeyPatch

@@ -136,7 +136,7 @@ def test_all_that_close_must_stop_happens_with_its_lock_held(
     for name in ("claim", "complete", "give_back"):
         watch(LeaseBook, name)
     watch(Inbound, "safe")
-    watch(Inbound, "_open")
+    watch(Inbound, "_store")
     target.open(1, SECRET, {0: 3, 1: 4})
     peer = RawPeer(stack, target, mode)
     peer.send(header(1), body())
@@ -145,7 +145,7 @@ def test_all_that_close_must_stop_happens_with_its_lock_held(
     peer.stream.close()
     until(lambda: "give_back" in held)
     assert held == dict.fromkeys(held, True)
-    assert ("_open" in held) == (mode != PLAIN)
+    assert ("_store" in held) == (mode != PLAIN)
 
 
 def test_the_loop_is_woken_until_it_has_taken_all_that_arrived(stack: ExitStack) -> None:

@@ -110,6 +110,33 @@ def test_a_lease_that_ends_on_the_way_is_written_no_more(gpu: PlayedGpu) -> None
         assert np.array_equal(pair.pool, expected)
 
 
+@pytest.mark.parametrize("mode", [PLAIN, GCM])
+def test_a_lease_that_ends_within_a_parcel_is_not_written_and_is_written_with_its_lock_held(
+    gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    write, unpack = Staging.write, DeviceBlocks.unpack
+    with Pair(mode) as pair:
+
+        def end_the_lease(*arguments: Any) -> None:
+            pair.target.close(1)
+            write(*arguments)
+
+        def unpack_locked(*arguments: Any) -> None:
+            assert pair.target._lock._is_owned()  # type: ignore[attr-defined]
+            unpack(*arguments)
+
+        monkeypatch.setattr(Staging, "write", end_the_lease)
+        monkeypatch.setattr(DeviceBlocks, "unpack", unpack_locked)
+        pair.target.open(1, SECRET, {0: 7, 1: 8})
+        pair.target.open(2, SECRET, {0: 9})
+        pair.source.put(1, SECRET, [(0, 4, 7), (1, 5, 8)])
+        pair.source.put(2, SECRET, [(0, 6, 9)])
+        until(lambda: pair.has((2, 0)))
+        expected = empty_pool()
+        expected[9] = pair.source_pool[6]
+        assert np.array_equal(pair.pool, expected)
+
+
 def test_a_peer_that_dies_on_the_way_costs_its_puts_and_leaves_no_page_locked_memory(
     gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,12 +134,10 @@ class Inbound:
             self._packed = staging.empty(runs[0][1])
         else:
             runs = spans(pool.shape, claim.blocks, header.offset, header.length)
-        if self._seal is not None:
-            yield from self._take_sealed(runs, self._seal, claim)
-        elif staging is not None:
-            yield from self._take_staged(runs, staging)
-        else:
+        if self._seal is None and staging is None:
             yield [self._bytes[start:end] for start, end in runs]
+        else:
+            yield from self._take_records(runs, claim)
         self._claim = None
         with self._desk.lock:
             if staging is not None and claim.valid:
@@ -166,33 +164,28 @@ class Inbound:
             raise BadPeer("forged")
         return opened
 
-    def _take_staged(self, runs: Sequence[Span], staging: Staging) -> Talk:
-        for (place,) in records(runs):
-            piece = self._scratch[: place[1] - place[0]]
-            yield [piece]
-            staging.buffer[: len(piece)] = piece
-            staging.write(self._packed, place)
-
-    def _take_sealed(self, runs: Sequence[Span], seal: Seal, claim: Claim) -> Talk:
+    def _take_records(self, runs: Sequence[Span], claim: Claim) -> Talk:
+        tag = TAG_BYTES if self._seal is not None else 0
         for record in records(runs):
-            size = sum(end - start for start, end in record)
-            sealed = self._scratch[: size + TAG_BYTES]
-            yield [sealed]
+            received = self._scratch[: sum(end - start for start, end in record) + tag]
+            yield [received]
             with self._desk.lock:
-                self._open(sealed, record, seal, claim)
+                if claim.valid:
+                    self._store(received, record)
+                elif self._seal is not None:
+                    self._seal.skip()
 
-    def _open(self, sealed: memoryview, record: list[Span], seal: Seal, claim: Claim) -> None:
-        if not claim.valid:
-            seal.skip()
-            return
-        size, staging = len(sealed) - TAG_BYTES, self._desk.staging
+    def _store(self, received: memoryview, record: list[Span]) -> None:
+        size, staging = sum(end - start for start, end in record), self._desk.staging
         if staging is not None:
             piece = staging.buffer[:size]
         elif len(record) == 1:
             piece = self._bytes[record[0][0] : record[0][1]]
         else:
             piece = self._opened[:size]
-        if not seal.open_into(sealed, piece):
+        if self._seal is None:
+            piece[:] = received
+        elif not self._seal.open_into(received, piece):
             raise BadPeer("forged")
         if staging is not None:
             staging.write(self._packed, record[0])
