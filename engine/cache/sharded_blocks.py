@@ -31,6 +31,7 @@ class ShardedBlocks:
         self.shape = (num_blocks, num_layers, planes * num_kv_heads * self._head_words * 8)
         self.shards = [(pool.data_ptr(), pool.device, own) for pool, own in zip(words, heads, strict=True)]
         for pool, own in zip(words, heads, strict=True):
+            assert pool.is_contiguous()
             assert pool.shape == (num_blocks, num_layers, planes, len(own), self._head_words)
         self._parts = list(zip(heads, words, strict=True))
         self._first = dict(reversed(self._parts))
