@@ -3,14 +3,11 @@ logical blocks, and nothing else."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import torch
 from support.kv_pools import SECRET, until
 from support.played_gpu import PlayedGpu, played_gpu
 
@@ -18,12 +15,12 @@ from splitserve.bench.kernels import triton_interpreter
 
 triton_interpreter.install()
 
+from support.played_cuda import Cuda, Host  # noqa: E402
 from support.sharded_pools import NUM_BLOCKS, Shards, logical_pool  # noqa: E402
 
 from splitserve.transport.errors import MoverError  # noqa: E402
 from splitserve.transport.movers import cuda_ipc, nixl, opening  # noqa: E402
 from splitserve.transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget  # noqa: E402
-from splitserve.transport.movers.cudart import HANDLE_BYTES, Column  # noqa: E402
 from splitserve.transport.movers.interface import PutSource  # noqa: E402
 from splitserve.transport.movers.tcp import inbound, source, target, wire  # noqa: E402
 from splitserve.transport.movers.tcp.source import TcpSource  # noqa: E402
@@ -84,83 +81,6 @@ def test_by_tcp(planes: int, heads: int, of: int, to: int, monkeypatch: pytest.M
         pair.check()
 
 
-class Cuda:
-    """CUDA of one GPU of a host whose GPUs are all in this process's memory. A copy happens when its event is
-    asked for. ``mapped``: the pools that are mapped and not unmapped."""
-
-    OFFSET = 64  # of a pool in its allocation
-
-    def __init__(self, host: Host, device: torch.device) -> None:
-        self._host, self._device = host, device
-        self._begun: list[tuple[Column, Column, int, int] | int] = []
-        self._num_events = self._over = 0
-
-    def share(self, pointer: int) -> tuple[bytes, int]:
-        assert self._host.places[pointer][0] == self._device
-        return (pointer - self.OFFSET).to_bytes(HANDLE_BYTES, "little"), self.OFFSET
-
-    def map(self, handle: bytes) -> int:
-        self._host.num_mapped += 1
-        return int.from_bytes(handle, "little")
-
-    def unmap(self, pointer: int) -> None:
-        self._host.num_mapped -= 1
-
-    def new_stream(self) -> Any:
-        return self
-
-    def end_stream(self, stream: Any) -> None:
-        assert not self._begun
-
-    def copy(self, target: Column, source: Column, width: int, num_rows: int, stream: Any) -> None:
-        assert stream is self
-        assert self._host.at(source, width, num_rows) == self._device, "a GPU copies what is its own"
-        self._host.at(target, width, num_rows)
-        self._host.num_copies += 1
-        self._begun.append((target, source, width, num_rows))
-
-    def record(self, stream: Any) -> Any:
-        self._num_events += 1
-        self._begun.append(self._num_events)
-        return self._num_events
-
-    def is_over(self, event: Any) -> bool:
-        assert event > self._over, "an event that was over is gone"
-        while self._over < event and self._begun:
-            if isinstance(what := self._begun.pop(0), int):
-                self._over = what
-                return what == event
-            target, source, width, num_rows = what
-            for row in range(num_rows):
-                ctypes.memmove(
-                    target.address + row * target.pitch, source.address + row * source.pitch, width
-                )
-        return False
-
-
-class Host:
-    """The GPUs with the pools of a pair. ``places``: GPU and bytes of each pool, by address."""
-
-    def __init__(self, pair: Pair) -> None:
-        parts = [*zip(pair.own.blocks.shards, pair.own.parts, strict=True)]
-        parts += zip(pair.peer.blocks.shards, pair.peer.parts, strict=True)
-        self.places = {pointer: (device, part.nbytes) for (pointer, device, _), part in parts}
-        self.num_mapped = self.num_copies = 0
-        self._gpus: dict[torch.device, Cuda] = {}
-
-    def runtime(self, device: torch.device) -> Cuda:
-        return self._gpus.setdefault(device, Cuda(self, device))
-
-    def at(self, column: Column, width: int, num_rows: int) -> torch.device:
-        """Return the GPU that holds all of these rows."""
-        for pointer, (device, num_bytes) in self.places.items():
-            if pointer <= column.address < pointer + num_bytes:
-                assert width <= column.pitch
-                assert column.address + (num_rows - 1) * column.pitch + width <= pointer + num_bytes
-                return device
-        raise AssertionError("a copy from or to no pool")
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
     with played_gpu(monkeypatch) as gpu:
@@ -170,7 +90,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
 @PAIRS
 def test_by_cuda_ipc(gpu: PlayedGpu, planes: int, heads: int, of: int, to: int) -> None:
     pair = Pair(planes, heads, of, to, on_gpus=True)
-    host = Host(pair)
+    host = Host(pair.own, pair.peer)
     receiving = CudaIpcTarget(pair.peer.blocks, host.runtime)
     sending = CudaIpcSource(receiving.address(WRITER), NUM_BLOCKS, pair.own.blocks, host.runtime)
     pair.put(sending)
@@ -218,7 +138,7 @@ def test_by_nccl(of: int, to: int) -> None:
 
 def test_a_worker_of_one_gpu_shares_it_by_the_address_of_before(gpu: PlayedGpu) -> None:
     pair = Pair(2, 4, 2, 1, on_gpus=True)
-    address = CudaIpcTarget(pair.peer.blocks, Host(pair).runtime).address(WRITER)
+    address = CudaIpcTarget(pair.peer.blocks, Host(pair.own, pair.peer).runtime).address(WRITER)
     pointer = pair.peer.parts[0].data_ptr() - Cuda.OFFSET
     assert address == pointer.to_bytes(64, "little") + Cuda.OFFSET.to_bytes(
         8, "little"
@@ -254,7 +174,7 @@ GOOD = sharded_address(2, 4, (0, 2), (2, 2))
 )
 def test_an_address_of_other_shards_is_an_error(gpu: PlayedGpu, of: int, address: bytes) -> None:
     pair = Pair(2, 4, of, 2, on_gpus=True)
-    host = Host(pair)
+    host = Host(pair.own, pair.peer)
     CudaIpcSource(GOOD, NUM_BLOCKS, pair.own.blocks, host.runtime).close()
     with pytest.raises(MoverError, match="share"):
         CudaIpcSource(address, NUM_BLOCKS, pair.own.blocks, host.runtime)
@@ -265,14 +185,14 @@ def test_an_address_of_other_shards_is_an_error(gpu: PlayedGpu, of: int, address
 def test_an_address_of_more_heads_than_there_are_is_an_error(gpu: PlayedGpu, address: bytes) -> None:
     pair = Pair(1, 1, 2, 2, on_gpus=True)
     with pytest.raises(MoverError, match="share"):
-        CudaIpcSource(address, NUM_BLOCKS, pair.own.blocks, Host(pair).runtime)
+        CudaIpcSource(address, NUM_BLOCKS, pair.own.blocks, Host(pair.own, pair.peer).runtime)
 
 
 def test_a_pool_that_cannot_be_mapped_leaves_none_mapped(
     gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(2, 4, 1, 4, on_gpus=True)
-    host = Host(pair)
+    host = Host(pair.own, pair.peer)
     address = CudaIpcTarget(pair.peer.blocks, host.runtime).address(WRITER)
     mapped = Cuda.map
 
