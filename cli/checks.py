@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from ..engine.errors import EngineError
 from ..engine.latency_profile import PACED, Profile
 from ..engine.model.model_folder import check_model_folder
+from ..engine.settings import WorkerSettings
 from ..transport.process.private_files import OpenToOthers, require_private
 from .config import ConfigError, flag_of
 from .extras import missing_for
@@ -44,17 +45,19 @@ def require_port(host: str, port: int) -> None:
         raise ConfigError(f"--port: {problem}")
 
 
-def require_device(device: str, gpus: int) -> None:
-    """Raise ConfigError where ``device`` names a GPU that is not among the ``gpus`` that torch finds."""
-    if not device.startswith("cuda"):
+def require_device(worker: WorkerSettings, gpus: int) -> None:
+    """Raise ConfigError where the worker's GPUs are not all among the ``gpus`` that torch finds."""
+    device, ranks = worker.device, worker.tensor_parallel_size
+    if not device.startswith("cuda") and not (device == "auto" and gpus):
         return
     if not gpus:
         raise ConfigError(
             f"--device {device}: torch finds no GPU on this machine; `splitserve doctor` says why, "
             "--device cpu does without"
         )
-    if int(device.partition(":")[2] or 0) >= gpus:
-        raise ConfigError(f"--device {device}: torch finds {gpus} of them, cuda:0 to cuda:{gpus - 1}")
+    if int(device.partition(":")[2] or 0) + ranks > gpus:
+        several = f" --tensor-parallel-size {ranks}" if ranks > 1 else ""
+        raise ConfigError(f"--device {device}{several}: torch finds {gpus} GPUs, cuda:0 to cuda:{gpus - 1}")
 
 
 def require_runner(runner: str) -> None:

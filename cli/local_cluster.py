@@ -101,7 +101,7 @@ async def _run(plan: Plan, entry: str) -> int:
         f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and "
         f"{plan.up.decode} decode workers{mixed} ..."
     )
-    if sharing := shared({worker.name: worker.device for worker in plan.workers if worker.runner == "model"}):
+    if sharing := shared(plan.workers):
         notify(sharing)
     status = await supervisor.run(_work(plan))
     forks.close()

@@ -44,7 +44,7 @@ key must have mode 0600.
 
 - A worker option holds for all workers. With `--prefill-` or `--decode-` before its name it holds for one
   role: `--decode-device cuda:1`.
-- Each worker gets a GPU of its own, prefill workers first; with fewer GPUs than workers they share.
+- Each worker gets GPUs of its own, prefill workers first; with fewer GPUs than that they share.
   `--prefill-device cuda:0,cuda:1` gives one to each worker.
 - `up` sets `name`, `coordinator`, `memory_shared_by` and a decode worker's addresses itself. All workers get
   the coordinator's `model`, key and `max_model_len`.

@@ -20,7 +20,7 @@ from .extras import missing_for
 from .model_source import with_folder
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, ServerSettings, UpSettings
-from .up_workers import FIXED, num_gpus, on_each_device, only, pools_of, workers_of
+from .up_workers import FIXED, num_gpus, only, pools_of, wanted_workers, workers_of
 
 TEXTS = {
     "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of "
@@ -33,7 +33,7 @@ TEXTS = {
 }
 DEVICE = {
     "device": "auto, cpu, cuda or cuda:N, or several GPUs to deal out: cuda:0,cuda:1. auto, cuda: each "
-    "worker on a GPU of its own, as far as there are enough; where there is none, auto is the CPU."
+    "worker on GPUs of its own, as far as there are enough; where there is none, auto is the CPU."
 }
 KEY_NAME = "cluster.key"
 OPTIONS_OF = {"slurm": ("sbatch", "sbatch_prefill", "sbatch_decode"), "ray": ("ray_prefill", "ray_decode")}
@@ -102,22 +102,18 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if coordinator.control_address.endswith(":0"):
         control = f"tcp://127.0.0.1:{free_ports(coordinator.processes)}"
         coordinator = coordinator.model_copy(update={"control_address": control})
-    roles = [
-        each
-        for role in (PrefillSettings, DecodeSettings)
-        for each in on_each_device(role, "", coordinator, flags, sources)
-    ]
-    computing = [of_role.device for of_role in roles if of_role.runner == "model"]
+    wanted = wanted_workers(up, coordinator, flags, sources)
+    computing = [one for each in wanted for one in each if one.runner == "model"]
     coordinator = with_folder(coordinator, weights=bool(computing))
     require_model(coordinator.model, weights=bool(computing))
-    if makes_key and up.run_dir is None and any(of_role.kv_store for of_role in roles):
+    if makes_key and up.run_dir is None and any(each[0].kv_store for each in wanted):
         raise ConfigError(
             "--kv-store: what is stored can be read with the same cluster key only, and this cluster would "
             "get a new one at each start: give --key-file or --run-dir"
         )
-    gpus = num_gpus(computing) if here else 0
-    for device in computing if here else []:
-        require_device(device, gpus)
+    gpus = num_gpus([worker.device for worker in computing]) if here else 0
+    for worker in computing if here else []:
+        require_device(worker, gpus)
     if here:
         require_port(coordinator.listen_host, coordinator.port)
     folder = _run_folder()
@@ -131,7 +127,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if coordinator.admin_key_file is None:
         made["admin_key_file"] = _own_admin_key(run_dir)
     coordinator = coordinator.model_copy(update=made)
-    workers = workers_of(up, coordinator, flags, sources, gpus)
+    workers = workers_of(up, wanted_workers(up, coordinator, flags, sources), gpus)
     for runner in {worker.runner for worker in workers}:
         require_runner(runner)
     if coordinator.steer != "off":  # scaling down leaves alone what would be started again

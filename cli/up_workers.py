@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,15 @@ ELSEWHERE = {"listen": "tcp://0.0.0.0:*", "data_listen": "tcp://0.0.0.0:*"}
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")  # dxg: Windows' subsystem for Linux
 ANY_GPU = ("auto", "cuda")
 
-_OnDevices = list[PrefillSettings | DecodeSettings]
+_Workers = list[PrefillSettings | DecodeSettings]
+_OnDevices = _Workers
 """One worker's settings on each of the devices that it may have."""
 
 
-def workers_of(
-    up: UpSettings, coordinator: ServerSettings, flags: Layer, sources: Sources, gpus: int
-) -> list[PrefillSettings | DecodeSettings]:
-    """Return the settings of all workers: of this machine's with its devices and memory dealt out. Raise
-    ConfigError."""
+def wanted_workers(
+    up: UpSettings, coordinator: ServerSettings, flags: Layer, sources: Sources
+) -> list[_OnDevices]:
+    """Return the settings of all workers, each on every device that it may have. Raise ConfigError."""
     if up.flexible and up.borrow:
         raise ConfigError("--borrow and --flexible: a worker that borrows can be flipped, too; choose one")
     wanted = []
@@ -51,33 +51,35 @@ def workers_of(
             else on_each_device(of_role, name, coordinator, own, sources)
             for name in names
         ]
+    return wanted
+
+
+def workers_of(up: UpSettings, wanted: list[_OnDevices], gpus: int) -> _Workers:
+    """Return the settings of all workers: of this machine's with its devices and memory dealt out."""
     if up.on != "here":
         return [each[0].model_copy(update=ELSEWHERE) for each in wanted]
-    return _sharing(_on_devices(wanted, gpus))
+    return _sharing(deal(wanted, gpus))
 
 
-def _on_devices(wanted: list[_OnDevices], gpus: int) -> list[PrefillSettings | DecodeSettings]:
-    """Those that compute on the devices that are dealt to them."""
-    choices = {
-        each[0].name: [worker.device for worker in each] for each in wanted if each[0].runner == "model"
-    }
-    dealt = deal(choices, gpus)
-    return [each[0].model_copy(update={"device": dealt.get(each[0].name, each[0].device)}) for each in wanted]
-
-
-def _sharing(workers: list[PrefillSettings | DecodeSettings]) -> list[PrefillSettings | DecodeSettings]:
-    """Each gets an equal part of this host's memory, and of a GPU's that several are on."""
-    computing = [worker for worker in workers if worker.runner == "model"]
-    on = Counter(worker.device for worker in computing if worker.device.startswith("cuda"))
+def _sharing(workers: _Workers) -> _Workers:
+    """Each gets an equal part of this host's memory, and of the GPU of its own that most are on."""
+    on = Counter(gpu for worker in workers for gpu in gpus_of(worker))
+    part = {"memory_shared_by": max(1, sum(worker.runner == "model" for worker in workers))}
     return [
         worker.model_copy(
-            update={
-                "memory_shared_by": max(1, len(computing)),
-                "gpu_memory_utilization": worker.gpu_memory_utilization / max(1, on[worker.device]),
-            }
+            update={**part, "gpu_memory_utilization": worker.gpu_memory_utilization / max(sharers, default=1)}
         )
         for worker in workers
+        for sharers in [[on[gpu] for gpu in gpus_of(worker)]]
     ]
+
+
+def gpus_of(worker: WorkerSettings) -> list[str]:
+    """Return the GPUs on which a worker computes, one after the other; none on a CPU."""
+    if worker.runner != "model" or not worker.device.startswith("cuda"):
+        return []
+    first = int(worker.device.partition(":")[2] or 0)
+    return [f"cuda:{first + rank}" for rank in range(worker.tensor_parallel_size)]
 
 
 def pools_of(up: UpSettings) -> Iterator[tuple[PoolSettings, list[str]]]:
@@ -164,38 +166,49 @@ def num_gpus(devices: Sequence[str]) -> int:
     return int(asked.stdout) if asked.returncode == 0 else 0
 
 
-def deal(wanted: Mapping[str, Sequence[str]], gpus: int) -> dict[str, str]:
-    """Return a device for each worker, of those that it may have; ``auto`` and ``cuda`` stand for any of
-    ``gpus`` GPUs. Each gets the device with the fewest workers; workers with the least choice go first."""
-    choices = {
-        worker: [each for name in devices for each in _meant(name, gpus)]
-        for worker, devices in wanted.items()
-    }
-    dealt, taken = dict.fromkeys(wanted, ""), Counter[str]()
-    for worker in sorted(choices, key=lambda worker: len(choices[worker])):
-        dealt[worker] = min(choices[worker], key=lambda device: taken[device])
-        taken[dealt[worker]] += 1
-    return dealt
+def deal(wanted: list[_OnDevices], gpus: int) -> _Workers:
+    """Return each worker on one of the devices that it may have, the first of its GPUs; ``auto`` and ``cuda``
+    stand for any of ``gpus`` GPUs. Each gets those with the fewest workers; workers with the least choice,
+    such as those of many GPUs, go first."""
+    choices = [[one for named in each for one in _meant(named, gpus)] for each in wanted]
+    dealt, taken = dict[int, PrefillSettings | DecodeSettings](), Counter[str]()
+
+    def crowd(worker: WorkerSettings) -> tuple[int, int]:
+        on = [taken[place] for place in _places(worker)]
+        return max(on), sum(on)
+
+    for i in sorted(range(len(choices)), key=lambda i: len(choices[i])):
+        dealt[i] = min(choices[i], key=crowd)
+        taken.update(_places(dealt[i]))
+    return [dealt[i] for i in range(len(choices))]
 
 
-def shared(devices: Mapping[str, str]) -> str:
-    """Return which workers share a GPU, as a sentence; empty if none do. ``devices``: by worker."""
-    on: dict[str, list[str]] = {}
-    for worker, device in devices.items():
-        if device.startswith("cuda"):
-            on.setdefault(device, []).append(worker)
-    sentences = [
-        f"{', '.join(workers[:-1])} and {workers[-1]} share {device}"
-        for device, workers in on.items()
-        if len(workers) > 1
-    ]
-    return (
-        "; ".join(sentences)
-        + ": each holds weights and a KV cache of its own there, in its part of --gpu-memory-utilization"
-        if sentences
-        else ""
-    )
+def shared(workers: Sequence[WorkerSettings]) -> str:
+    """Return which workers share GPUs, as a sentence; empty if none do."""
+    on, together = defaultdict[str, list[str]](list), defaultdict[tuple[str, ...], list[str]](list)
+    for worker in workers:
+        for gpu in gpus_of(worker):
+            on[gpu].append(worker.name)
+    for gpu, names in on.items():
+        together[tuple(names)].append(gpu)
+    sentences = [f"{_all(names)} share {_all(those)}" for names, those in together.items() if len(names) > 1]
+    of_each = ": each holds weights and a KV cache of its own there, in its part of --gpu-memory-utilization"
+    return "; ".join(sentences) + of_each if sentences else ""
 
 
-def _meant(device: str, gpus: int) -> list[str]:
-    return [f"cuda:{number}" for number in range(gpus)] if device in ANY_GPU and gpus else [device]
+def _all(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _meant(worker: PrefillSettings | DecodeSettings, gpus: int) -> _OnDevices:
+    """The worker on each device that its own stands for. Groups of GPUs that begin at a multiple of their
+    size come first: those of 1, 2, 4 and 8 fit together."""
+    if worker.device not in ANY_GPU or worker.runner != "model" or not gpus:
+        return [worker]
+    ranks = worker.tensor_parallel_size
+    firsts = sorted(range(gpus - ranks + 1), key=lambda first: first % ranks > 0)
+    return [worker.model_copy(update={"device": f"cuda:{first}"}) for first in firsts]
+
+
+def _places(worker: WorkerSettings) -> list[str]:
+    return gpus_of(worker) or [f"{worker.runner} on {worker.device}"]  # one that is paced is on no GPU

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ from click.testing import CliRunner
 from support.certificates import write_certificate
 from support.planned import planned
 
-from splitserve.cli import model_source, up, up_workers
+from splitserve.cli import model_source, up
 from splitserve.cli.config import ConfigError, Sources, load
 from splitserve.cli.local_cluster import commands, known_workers, prefixed_log
 from splitserve.cli.main import cli
 from splitserve.cli.settings import ServerSettings
-from splitserve.cli.up_workers import shared
 from splitserve.transport.process.private_files import write_private
 from splitserve.worker.settings import DecodeSettings, FlexibleSettings
 
@@ -59,71 +57,6 @@ def test_an_option_of_one_role_beats_that_of_all_workers(
     assert (prefill.threads, decode.threads) == (3, 3)
     made = planned(model, tmp_path, env, device="cpu", decode_threads="auto")
     assert [worker.threads for worker in made.workers] == [3, "auto"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "count", "dealt"),
-    [
-        ({}, 8, ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4"]),
-        ({}, 2, ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]),
-        ({}, 1, ["cuda:0"] * 5),
-        ({}, 0, ["auto"] * 5),
-        ({"device": "cpu"}, 2, ["cpu"] * 5),
-        ({"decode_device": "cuda:0"}, 4, ["cuda:1", "cuda:2", "cuda:0", "cuda:0", "cuda:0"]),
-        ({"prefill_device": "cuda:1,cuda:3"}, 4, ["cuda:1", "cuda:3", "cuda:0", "cuda:2", "cuda:0"]),
-        ({"device": "cuda:2,cuda:3"}, 4, ["cuda:2", "cuda:3", "cuda:2", "cuda:3", "cuda:2"]),
-        (
-            {"device": "cuda:1,cuda:0", "flexible": "true"},
-            2,
-            ["cuda:1", "cuda:0", "cuda:1", "cuda:0", "cuda:1"],
-        ),
-        ({"runner": "paced:llama-125m-cpu"}, 4, ["auto"] * 5),
-    ],
-)
-def test_workers_are_dealt_out_over_the_gpus(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    flags: dict[str, str],
-    count: int,
-    dealt: list[str],
-) -> None:
-    """Two prefill and three decode workers."""
-    monkeypatch.setattr(up, "num_gpus", lambda _: count)
-    made = planned(model, tmp_path, prefill="2", decode="3", **flags)
-    assert [worker.device for worker in made.workers] == dealt
-
-
-def test_several_devices_in_a_file_are_dealt_out_too(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(up, "num_gpus", lambda _: 2)
-    made = planned(model, tmp_path, {"SPLITSERVE_DECODE_DEVICE": "cuda:1,cuda:0"}, decode="2")
-    assert [worker.device for worker in made.workers] == ["cuda:0", "cuda:1", "cuda:1"]
-    with pytest.raises(ConfigError, match="--device: 'gpu1' cannot be used: it has the wrong form"):
-        planned(model, tmp_path, device="cuda:0,gpu1")
-    with pytest.raises(ConfigError, match=r"^--device cuda:2: torch finds 2 of them, cuda:0 to cuda:1"):
-        planned(model, tmp_path, prefill_device="cuda:0,cuda:2")
-
-
-def test_who_shares_a_gpu_is_said() -> None:
-    assert not shared({"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cpu", "decode-2": "cpu"})
-    message = shared(
-        {"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cuda:0", "decode-2": "cuda:0"}
-    )
-    assert message.startswith("prefill-0, decode-1 and decode-2 share cuda:0: ")
-
-
-@pytest.mark.parametrize(
-    ("answer", "devices", "found"), [("4", ["auto"], 0), ("4", ["cpu", "cpu"], 0), ("4", ["auto", "cuda"], 4)]
-)
-def test_torch_is_asked_for_gpus_only_where_there_may_be_some(
-    monkeypatch: pytest.MonkeyPatch, answer: str, devices: list[str], found: int
-) -> None:
-    reported = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n")
-    monkeypatch.setattr(up_workers, "DRIVER_FILES", ("/nowhere/nvidiactl",))
-    monkeypatch.setattr(up_workers.subprocess, "run", lambda *_, **__: reported)
-    assert up_workers.num_gpus(devices) == found
 
 
 def test_scaling_down_leaves_alone_what_would_be_started_again(model: Path, tmp_path: Path) -> None:
@@ -272,19 +205,3 @@ def test_a_model_of_the_hub_is_resolved_once_for_all(
     assert {(settings.model, settings.revision) for settings in (made.coordinator, *made.workers)} == {
         (model, "")
     }
-
-
-def test_workers_share_this_hosts_memory_in_equal_parts(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert {worker.memory_shared_by for worker in planned(model, tmp_path, decode="3").workers} == {4}
-    monkeypatch.setattr(up, "num_gpus", lambda _: 2)
-    shares = [
-        worker.gpu_memory_utilization
-        for worker in planned(model, tmp_path, device="cuda", decode="2").workers
-    ]
-    assert sorted(shares) == [0.45, 0.45, 0.9]
-    monkeypatch.setattr(up, "num_gpus", lambda _: 1)
-    for device in ("cuda:0", "cuda", "auto"):
-        workers = planned(model, tmp_path, device=device).workers
-        assert {(worker.device, worker.gpu_memory_utilization) for worker in workers} == {("cuda:0", 0.45)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from support.planned import planned
 
+from splitserve.cli import up
 from splitserve.cli.config import ConfigError, Sources, Value
 from splitserve.cli.local_cluster import curl_example
 from splitserve.cli.settings import ServerSettings
@@ -34,6 +37,41 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
         planned(model, tmp_path, prefill_device=device)
     assert not (tmp_path / "run").exists()
     assert planned(model, tmp_path, prefill_device=device, runner="paced:llama-125m-cpu").workers
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tensor_parallel_size": "8"}, "--device auto --tensor-parallel-size 8: torch finds 4 GPUs"),
+        (
+            {"decode_tensor_parallel_size": "2", "decode_device": "cuda:0,cuda:3"},
+            "--device cuda:3 --tensor-parallel-size 2: torch finds 4 GPUs, cuda:0 to cuda:3",
+        ),
+        (
+            {"prefill_tensor_parallel_size": "2", "flexible": "true"},
+            "have one --tensor-parallel-size for both",
+        ),
+    ],
+)
+def test_workers_of_more_gpus_than_there_are_from_their_first_on_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str], message: str
+) -> None:
+    monkeypatch.setattr(up, "num_gpus", lambda _: 4)
+    with pytest.raises(ConfigError, match=message):
+        planned(model, tmp_path, **flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_gpus_of_a_pool_of_its_own_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = {"role": "decode", "count": 1, "options": {"device": "cuda:3", "tensor_parallel_size": 2}}
+    file = tmp_path / "up.yaml"
+    file.write_text(yaml.safe_dump({"up": {"pools": [pool]}, "common": {"device": "cpu"}}))
+    flags = {"run_dir": Value(tmp_path / "run", "--run-dir"), "port": Value(0, "--port")}
+    for count, refused in ((5, False), (4, True)):
+        monkeypatch.setattr(up, "num_gpus", lambda devices, count=count: count * ("cuda:3" in devices))
+        with pytest.raises(ConfigError, match="cuda:3") if refused else nullcontext():
+            made = plan(flags, Sources.read(file, {}))
+            assert [worker.device for worker in made.workers] == ["cpu", "cpu", "cuda:3"]
 
 
 def test_a_run_directory_that_cannot_be_made_is_said_so(model: Path, tmp_path: Path) -> None:
