@@ -21,18 +21,25 @@ AUTO: Literal["auto"] = "auto"
 
 @dataclass(frozen=True, slots=True)
 class CpuThreads:
-    """``cores``: one for each thread, as long as there are. ``own``: no other worker has claimed them."""
+    """``count``: of each of ``ranks``. ``cores``: one for each thread, rank 0 first, as long as there
+    are. ``own``: no other worker has claimed them."""
 
     count: int
     cores: tuple[int, ...]
     own: bool
     reason: str
     loading: int = 1  # for the start alone: this worker's part of the cores that are left
+    ranks: int = 1
 
     @property
     def bound(self) -> tuple[int, ...]:
         """The cores to bind threads to; empty: the scheduler places them."""
-        return self.cores if self.count > 1 and self.own else ()
+        return self.cores if self.count * self.ranks > 1 and self.own else ()
+
+    def of_rank(self, number: int) -> CpuThreads:
+        """The threads of one rank."""
+        cores = self.cores[number * self.count : (number + 1) * self.count]
+        return replace(self, cores=cores, loading=max(self.count, self.loading // self.ranks))
 
     def of_rank(self, number: int, size: int) -> CpuThreads:
         """TEMPORARY"""
@@ -42,31 +49,38 @@ class CpuThreads:
     def __str__(self) -> str:
         """``2 threads bound to cores 0 and 1 (auto: 2 of 2 cores are left)``"""
         threads = "1 thread" if self.count == 1 else f"{self.count} threads"
+        threads += f" for each of {self.ranks} ranks" * (self.ranks > 1)
         where = f" bound to cores {', '.join(map(str, self.bound))}" if self.bound else ""
         return f"{threads}{where} ({self.reason})"
 
 
 def choose_threads(
-    asked: int | Literal["auto"], cores: Sequence[int], quota: float, taken: Collection[int], absent: int
+    asked: int | Literal["auto"],
+    cores: Sequence[int],
+    quota: float,
+    taken: Collection[int],
+    absent: int,
+    ranks: int = 1,
 ) -> CpuThreads:
     """The threads of a worker that may run on ``cores`` for ``quota`` of them in all.
 
-    ``taken``: cores that other workers have claimed; ``absent``: workers of this cluster that will start here
-    and share what is left.
+    ``asked``: for each rank; ``taken``: cores that other workers have claimed; ``absent``: workers of this
+    cluster that will start here and share what is left.
     """
     free = [core for core in cores if core not in taken]
     usable = max(1, int(min(len(cores), quota)))
     left = max(0, min(len(free), usable - (len(cores) - len(free))))
     part = max(1, left // (1 + absent))
-    count = part if asked == AUTO else asked
-    own = tuple([*free, *(core for core in cores if core in taken)][:count])
+    count = max(1, part // ranks) if asked == AUTO else asked
+    needed = count * ranks
+    own = tuple([*free, *(core for core in cores if core in taken)][:needed])
     reason = f"{left} of {usable} cores are left on this host"
     if absent:
         reason += f", workers still to start: {absent}"
-    if count > left:
+    if needed > left:
         reason += "; its threads share cores with other workers"
     reason = f"auto: {reason}" if asked == AUTO else f"asked; {reason}"
-    return CpuThreads(count, own, count + absent <= len(free), reason, max(part, count))
+    return CpuThreads(count, own, needed + absent <= len(free), reason, max(part, needed), ranks)
 
 
 def usable_cores() -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.engines import engine_config
@@ -56,6 +57,34 @@ def test_threads_are_bound_if_they_wait_for_each_other_on_cores_of_their_own() -
     assert str(shared) == (
         "2 threads (asked; 1 of 2 cores are left on this host; its threads share cores with other workers)"
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "absent", "ranks", "of_each"),
+    [
+        ("auto", 8, 0, 2, [(0, 1, 2, 3), (4, 5, 6, 7)]),  # two sockets
+        ("auto", 8, 1, 4, [(0,), (1,), (2,), (3,)]),  # a worker beside it gets as many
+        ("auto", 7, 0, 2, [(0, 1, 2), (3, 4, 5)]),
+        (3, 8, 0, 2, [(0, 1, 2), (3, 4, 5)]),
+        ("auto", 2, 0, 4, [(), (), (), ()]),  # fewer cores than ranks: the scheduler places them
+    ],
+)
+def test_each_rank_has_cores_of_its_own(
+    asked: Any, cores: int, absent: int, ranks: int, of_each: list[tuple[int, ...]]
+) -> None:
+    threads = choose_threads(asked, range(cores), NO_LIMIT, (), absent, ranks)
+    each = [threads.of_rank(number) for number in range(ranks)]
+    assert [rank.bound for rank in each] == of_each
+    assert {rank.count for rank in each} == {threads.count} == {len(of_each[0]) or 1}
+    assert threads.bound == sum(of_each, ()), "which the worker claims"
+    assert sum(rank.loading for rank in each) <= max(threads.loading, ranks)
+
+
+def test_the_log_has_the_threads_of_each_rank() -> None:
+    assert str(choose_threads(2, range(4), NO_LIMIT, (), 0, 2)) == (
+        "2 threads for each of 2 ranks bound to cores 0, 1, 2, 3 (asked; 4 of 4 cores are left on this host)"
+    )
+    assert "share cores with other workers" in str(choose_threads(2, range(3), NO_LIMIT, (), 0, 2))
 
 
 @pytest.mark.parametrize(
