@@ -1,4 +1,4 @@
-"""Reads a GPU's use, memory, temperature, power, energy and traffic by NVML, on a thread of its own.
+"""Reads the use, memory, temperature, power, energy and traffic of a worker's GPUs by NVML, on a thread.
 
 Some of NVML's answers take tens of milliseconds (PCIe counters are sampled while one waits): a worker's loop
 only picks up the last ones."""
@@ -19,17 +19,17 @@ _log = logging.getLogger(__name__)
 
 
 class GpuTelemetry:
-    """Readings of the GPU ``uuid`` ("GPU-..."). ``nvml``: the module pynvml, initialized. Readings that a GPU
-    lacks are left out."""
+    """Readings of the GPUs ``uuids`` ("GPU-...") together: the sum, the mean use, the highest temperature.
+    ``nvml``: the module pynvml, initialized. Readings that one of them lacks are left out."""
 
-    def __init__(self, nvml: Any, uuid: str) -> None:
+    def __init__(self, nvml: Any, *uuids: str) -> None:
         """Raises NVMLError where there is no such GPU."""
-        self.uuid = uuid
+        self.name = uuids[0] if len(uuids) == 1 else f"{uuids[0]}*{len(uuids)}"  # as Hello has it
         self.gauges: Mapping[str, float] = MappingProxyType({})
         self.counters: Mapping[str, float] = MappingProxyType({})
         """Cumulative since the driver was loaded."""
         self._nvml = nvml
-        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="gpu-telemetry", daemon=True)
 
@@ -42,25 +42,27 @@ class GpuTelemetry:
 
     def sample(self) -> None:
         """Asks the driver once."""
-        n, gpu = self._nvml, self._handle
+        n = self._nvml
         link_in, link_out = n.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, n.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX
         self.gauges = self._answers(
-            gpu_utilization_ratio=lambda: n.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-            gpu_memory_used_bytes=lambda: n.nvmlDeviceGetMemoryInfo(gpu).used,
-            gpu_memory_total_bytes=lambda: n.nvmlDeviceGetMemoryInfo(gpu).total,
-            gpu_temperature_celsius=lambda: n.nvmlDeviceGetTemperature(gpu, n.NVML_TEMPERATURE_GPU),
-            gpu_power_watts=lambda: n.nvmlDeviceGetPowerUsage(gpu) / 1e3,
-            gpu_pcie_receive_bytes_per_second=lambda: (
+            gpu_utilization_ratio=lambda gpu: (
+                n.nvmlDeviceGetUtilizationRates(gpu).gpu / 100 / len(self._handles)
+            ),
+            gpu_memory_used_bytes=lambda gpu: n.nvmlDeviceGetMemoryInfo(gpu).used,
+            gpu_memory_total_bytes=lambda gpu: n.nvmlDeviceGetMemoryInfo(gpu).total,
+            gpu_temperature_celsius=lambda gpu: n.nvmlDeviceGetTemperature(gpu, n.NVML_TEMPERATURE_GPU),
+            gpu_power_watts=lambda gpu: n.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+            gpu_pcie_receive_bytes_per_second=lambda gpu: (
                 n.nvmlDeviceGetPcieThroughput(gpu, n.NVML_PCIE_UTIL_RX_BYTES) * 1024
             ),
-            gpu_pcie_transmit_bytes_per_second=lambda: (
+            gpu_pcie_transmit_bytes_per_second=lambda gpu: (
                 n.nvmlDeviceGetPcieThroughput(gpu, n.NVML_PCIE_UTIL_TX_BYTES) * 1024
             ),
         )
         self.counters = self._answers(
-            gpu_energy_joules=lambda: n.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
-            gpu_nvlink_receive_bytes=lambda: self._field(link_in) * 1024,
-            gpu_nvlink_transmit_bytes=lambda: self._field(link_out) * 1024,
+            gpu_energy_joules=lambda gpu: n.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
+            gpu_nvlink_receive_bytes=lambda gpu: self._field(gpu, link_in) * 1024,
+            gpu_nvlink_transmit_bytes=lambda gpu: self._field(gpu, link_out) * 1024,
         )
 
     def _follow(self) -> None:
@@ -68,32 +70,36 @@ class GpuTelemetry:
             self.sample()
             self._stopping.wait(EVERY_S)
 
-    def _answers(self, **questions: Callable[[], float]) -> Mapping[str, float]:
+    def _answers(self, **questions: Callable[[Any], float]) -> Mapping[str, float]:
         answers: dict[str, float] = {}
         for name, ask in questions.items():
             try:
-                answers[name] = float(ask())
+                readings = [ask(gpu) for gpu in self._handles]
+                answers[name] = float((max if "temperature" in name else sum)(readings))
             except self._nvml.NVMLError as error:
                 _log.debug("the GPU does not tell its %s: %s", name, error)
         return MappingProxyType(answers)
 
-    def _field(self, field: int) -> float:
+    def _field(self, gpu: Any, field: int) -> float:
         """Return the counter of all NVLinks together, in KiB."""
-        (value,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [(field, ALL_LINKS)])
+        (value,) = self._nvml.nvmlDeviceGetFieldValues(gpu, [(field, ALL_LINKS)])
         if value.nvmlReturn != self._nvml.NVML_SUCCESS:
             raise self._nvml.NVMLError(value.nvmlReturn)
         return float(value.value.ullVal)
 
 
-def telemetry_of(device: torch.device) -> GpuTelemetry | None:
-    """Return the started telemetry of a torch device; None without a GPU or a driver that answers."""
+def telemetry_of(device: torch.device, ranks: int) -> GpuTelemetry | None:
+    """Return the started telemetry of a torch device and the ones after it, one for each of ``ranks``; None
+    without a GPU or a driver that answers."""
     if device.type != "cuda":
         return None
     import pynvml
 
+    numbers = range(device.index or 0, (device.index or 0) + ranks)
     try:
         pynvml.nvmlInit()
-        telemetry = GpuTelemetry(pynvml, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        uuids = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in numbers]
+        telemetry = GpuTelemetry(pynvml, *uuids)
     except pynvml.NVMLError as error:
         _log.warning("the GPU's driver tells nothing (%s): its metrics are left out", error)
         return None

@@ -40,7 +40,8 @@ def live_parts(
     shared: SharedPool | None = None,
 ) -> WorkerParts:
     """``shared``: the pool's memory, where other processes of this host may map it."""
-    clock, poller, wakeup, telemetry = MonotonicClock(), zmq.Poller(), Wakeup(), telemetry_of(model.device)
+    clock, poller, wakeup = MonotonicClock(), zmq.Poller(), Wakeup()
+    telemetry = telemetry_of(model.device, settings.tensor_parallel_size)
     forecast = StepForecast() if model.launch is not None else None
     device = StepThread[RunningStep](model.runner, wakeup.set, model.ahead_at_layer, model.launch, forecast)
     steps = Steps(
@@ -82,7 +83,7 @@ def live_parts(
             model.vocab_size,
             model.num_layers,
             model.device.type,
-            telemetry.uuid if telemetry is not None else "",
+            telemetry.name if telemetry is not None else "",
             model.start_phases,
         ),
         BlockManager(model.num_blocks),

@@ -201,7 +201,7 @@ def _decode(w: Window) -> Iterator[Finding]:
             "decode_alone",
             "warn",
             f"{what}, though hardly two sequences share a worker.",
-            "More workers would not help: a faster device, a smaller or quantised model would.",
+            "More workers would not help: more GPUs each, faster ones, a smaller or quantised model would.",
             "",
             share,
         )

@@ -25,7 +25,7 @@ class Spent(NamedTuple):
 
 class Efficiency:
     """``price_per_hour``: of one GPU, or of one worker where it has none; None: not configured. Two workers
-    on one GPU are one GPU."""
+    on one GPU, or on the same ones, are one."""
 
     def __init__(self, price_per_hour: float | None) -> None:
         self._price = price_per_hour
@@ -41,11 +41,12 @@ class Efficiency:
         seconds = 0.0 if self._sampled_at is None else max(0.0, now - self._sampled_at)
         self._sampled_at = now
         gpus = {worker.device: worker for worker in system.workers if worker.device}
-        num_paid = len(gpus) + sum(not worker.device for worker in system.workers)
+        num_gpus = sum(map(num_gpus_of, gpus))
+        num_paid = num_gpus + sum(not worker.device for worker in system.workers)
         spent = Spent(
             until=now,
             tokens=self._tokens.since_last(system.workers)["output_tokens"],
-            gpu_s=len(gpus) * seconds,
+            gpu_s=num_gpus * seconds,
             joules=self._joules.since_last(_one_a_gpu(gpus))["gpu_energy_joules"],
             cost=num_paid * seconds / HOUR_S * (self._price or 0.0),
         )
@@ -73,6 +74,12 @@ class Efficiency:
         if tokens and joules:
             found["joules_per_token"] = joules / tokens
         return found
+
+
+def num_gpus_of(device: str) -> int:
+    """Return how many GPUs a worker's device is: 4 of GPU-UUID*4."""
+    number = device.rpartition("*")[2]
+    return int(number) if number.isdecimal() else 1
 
 
 def _one_a_gpu(gpus: dict[str, WorkerSnapshot]) -> Iterable[WorkerSnapshot]:

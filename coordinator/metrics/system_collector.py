@@ -56,20 +56,20 @@ WORKER_COUNTERS = {
     "step_sequences": "Sequences in a worker's steps; by splitserve_worker_steps_total: the mean batch size.",
     "draft_tokens": "Tokens that a decode worker has drafted.",
     "accepted_tokens": "Of these, tokens that were right.",
-    "gpu_energy_joules": "Energy of a worker's GPU.",
+    "gpu_energy_joules": "Energy of a worker's GPUs.",
     "gpu_nvlink_receive_bytes": "Bytes received over NVLink.",
     "gpu_nvlink_transmit_bytes": "Bytes sent over NVLink.",
 }
 WORKER_GAUGES = {
     "largest_batch": "Most sequences in one step of a worker since its start.",
     "largest_batch_tokens": "Most prompt tokens in one step of a prefill worker since its start.",
-    "gpu_utilization_ratio": "Share of time in which a worker's GPU ran a kernel.",
-    "gpu_memory_used_bytes": "Memory in use on a worker's GPU.",
-    "gpu_memory_total_bytes": "Memory of a worker's GPU.",
-    "gpu_temperature_celsius": "Temperature of a worker's GPU.",
-    "gpu_power_watts": "Power that a worker's GPU draws.",
-    "gpu_pcie_receive_bytes_per_second": "Bytes a second that a worker's GPU receives over PCIe.",
-    "gpu_pcie_transmit_bytes_per_second": "Bytes a second that it sends over PCIe.",
+    "gpu_utilization_ratio": "Share of time in which a worker's GPUs ran a kernel.",
+    "gpu_memory_used_bytes": "Memory in use on a worker's GPUs.",
+    "gpu_memory_total_bytes": "Memory of a worker's GPUs.",
+    "gpu_temperature_celsius": "Temperature of a worker's hottest GPU.",
+    "gpu_power_watts": "Power that a worker's GPUs draw.",
+    "gpu_pcie_receive_bytes_per_second": "Bytes a second that a worker's GPUs receive over PCIe.",
+    "gpu_pcie_transmit_bytes_per_second": "Bytes a second that they send over PCIe.",
 }
 LOADS: dict[str, tuple[str, Callable[[WorkerSnapshot], float | None]]] = {
     "kv_cache_usage_ratio": (

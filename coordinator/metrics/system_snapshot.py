@@ -27,7 +27,7 @@ class WorkerSnapshot(NamedTuple):
     draining: bool = False
     host: str = ""
     pid: int = 0
-    device: str = ""  # its GPU's UUID
+    device: str = ""  # its GPU's UUID; of four GPUs the first one's and *4
     gauges: Mapping[str, float] = NOTHING
     busy: float | None = None  # share of the last seconds in which a step ran, 0 to 1; None: not known
     max_num_seqs: int = 0  # rows of its batch; 0: not known

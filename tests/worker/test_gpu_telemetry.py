@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pynvml
 import pytest
 import torch
 
-from splitserve.transport.messages.messages import Load
+from splitserve.coordinator.metrics.efficiency import num_gpus_of
+from splitserve.transport.messages.messages import Hello, Load
 from splitserve.transport.process.reports import with_telemetry
 from splitserve.worker.gpu_telemetry import ALL_LINKS, GpuTelemetry, telemetry_of
 
-UUID = "GPU-5c4b7a5c-0000-0000-0000-000000000000"
+UUID, SECOND = (f"GPU-5c4b7a5c-0000-0000-0000-00000000000{number}" for number in range(2))
 
 
 class FakeNvml:
@@ -33,21 +34,21 @@ class FakeNvml:
         self.nvlink, self.asked = nvlink, threading.Event()
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        assert uuid == UUID
-        return "handle"
+        assert uuid in (UUID, SECOND)
+        return uuid
 
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
-        return SimpleNamespace(gpu=87)
+        return SimpleNamespace(gpu=87 if handle == UUID else 13)
 
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
         return SimpleNamespace(used=3 << 30, total=80 << 30)
 
     def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
         assert sensor == self.NVML_TEMPERATURE_GPU
-        return 61
+        return 61 if handle == UUID else 65
 
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
-        return 412_500
+        return 412_500 if handle == UUID else 87_500
 
     def nvmlDeviceGetPcieThroughput(self, handle: str, counter: int) -> int:
         return 10 if counter == self.NVML_PCIE_UTIL_RX_BYTES else 20
@@ -83,6 +84,35 @@ def test_readings_in_base_units() -> None:
     }
 
 
+def test_the_readings_of_a_workers_gpus_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry = GpuTelemetry(nvml := FakeNvml(nvlink=True), UUID, SECOND)
+    telemetry.sample()
+    assert telemetry.gauges == {
+        "gpu_utilization_ratio": 0.5,  # on average
+        "gpu_memory_used_bytes": 6 << 30,
+        "gpu_memory_total_bytes": 160 << 30,
+        "gpu_temperature_celsius": 65,  # of the hottest
+        "gpu_power_watts": 500,
+        "gpu_pcie_receive_bytes_per_second": 20480,
+        "gpu_pcie_transmit_bytes_per_second": 40960,
+    }
+    assert telemetry.counters["gpu_energy_joules"] == 10
+    assert num_gpus_of(telemetry.name) == 2
+    of_many = GpuTelemetry(nvml, *[UUID] * 64).name
+    (bound,) = get_type_hints(Hello, include_extras=True)["device"].__metadata__
+    assert num_gpus_of(of_many) == 64
+    assert len(of_many) <= bound.max_length
+
+    def refused(handle: str) -> int:
+        if handle == SECOND:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return 5_000
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", refused)
+    telemetry.sample()
+    assert "gpu_energy_joules" not in telemetry.counters, "a part of it would be wrong"
+
+
 def test_what_a_gpu_does_not_tell_is_left_out_of_the_heartbeat() -> None:
     nvml = FakeNvml()
     telemetry = GpuTelemetry(nvml, UUID)
@@ -113,7 +143,7 @@ def test_what_a_gpu_does_not_tell_is_left_out_of_the_heartbeat() -> None:
 
 
 def test_without_a_gpu_there_is_no_telemetry() -> None:
-    assert telemetry_of(torch.device("cpu")) is None
+    assert telemetry_of(torch.device("cpu"), 2) is None
 
 
 def test_a_driver_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,4 +151,4 @@ def test_a_driver_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPat
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", absent)
-    assert telemetry_of(torch.device("cuda")) is None
+    assert telemetry_of(torch.device("cuda"), 2) is None

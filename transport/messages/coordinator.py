@@ -55,7 +55,7 @@ class Hello(Message, frozen=True, kw_only=True):
     max_num_seqs: Count
     max_batch_tokens: Count
     peer_address: Address = ""  # where other workers hand KV blocks over to this one
-    device: Annotated[str, Meta(max_length=64)] = ""  # its GPU's UUID
+    device: Annotated[str, Meta(max_length=64)] = ""  # its GPU's UUID; of four GPUs the first one's and *4
     process: Annotated[str, Meta(max_length=256)] = ""  # if it can change its role; it is this worker now
     mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
     home: Literal["", Role] = ""  # of a mixed process: the other role is for borrowed work

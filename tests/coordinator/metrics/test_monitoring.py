@@ -21,7 +21,6 @@ from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
-from splitserve.coordinator.metrics.efficiency import Efficiency
 from splitserve.coordinator.metrics.system_collector import WORKER_COUNTERS, WORKER_GAUGES
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
@@ -150,27 +149,6 @@ async def test_refusals_are_counted_by_reason(metrics: str) -> None:
 async def test_without_a_gpu_or_a_price_nothing_is_made_up(http: httpx.AsyncClient) -> None:
     text = (await http.get("/metrics")).text
     assert not re.search(r"^splitserve_\w*(gpu|joule|cost)", text, re.M)
-
-
-def test_efficiency_counts_a_shared_gpu_once() -> None:
-    efficiency = Efficiency(price_per_hour=3.6)
-    for second in range(0, 101, 10):
-        grown = {"output_tokens": 10.0 * second, "gpu_energy_joules": 700.0 * second}
-        shared = [worker("p", "prefill", "GPU-1", **grown), worker("d", "decode", "GPU-1", **grown)]
-        efficiency.sample(float(second), SystemSnapshot(workers=shared))
-    gauges = efficiency.gauges()
-    assert gauges["tokens_per_gpu_hour"] == pytest.approx(20 * 3600)
-    assert gauges["joules_per_token"] == pytest.approx(35.0)
-    assert gauges["cost_per_million_tokens"] == pytest.approx(3.6 / 3600 / 20 * 1e6)
-    assert (efficiency.gpu_s, efficiency.cost) == (pytest.approx(100), pytest.approx(0.1))
-
-
-def test_workers_without_a_gpu_cost_too() -> None:
-    efficiency = Efficiency(price_per_hour=1.0)
-    for now in (0.0, 3600.0):
-        efficiency.sample(now, SystemSnapshot(workers=[worker("p", "prefill"), worker("d", "decode")]))
-    assert (efficiency.cost, efficiency.gpu_s) == (2.0, 0.0)
-    assert "tokens_per_gpu_hour" not in efficiency.gauges()
 
 
 @needs_prometheus
