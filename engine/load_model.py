@@ -140,13 +140,23 @@ class ExpectedWorker:
     weights: int  # bytes
     kv_cache: int  # bytes
     size: KVCacheSize
+    ranks: int
 
 
-def expected_worker(folder: Path) -> ExpectedWorker:
-    """The sizes of one of two workers with default settings on this host.
+def expected_worker(folder: Path, ranks: int = 1) -> ExpectedWorker:
+    """The sizes of one of two workers with default settings on this host, on as many GPUs as it needs.
 
     Raises EngineError, with what to do, if it could not start."""
-    settings = WorkerSettings(model=folder, insecure=True, memory_shared_by=2)
+    try:
+        return _expected_worker(folder, ranks)
+    except OutOfMemoryError:
+        if 2 * ranks > torch.cuda.device_count():
+            raise
+    return expected_worker(folder, 2 * ranks)
+
+
+def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
+    settings = WorkerSettings(model=folder, insecure=True, memory_shared_by=2, tensor_parallel_size=ranks)
     engine = EngineConfig(settings)
     config, device = ModelConfig.from_folder(folder), select_device(settings.device)
     with Checkpoint(folder) as checkpoint:
@@ -156,15 +166,16 @@ def expected_worker(folder: Path) -> ExpectedWorker:
     weights = weight_bytes(config, dtype.itemsize)
     with MemoryClaims(settings.coordinator).turn() as others:
         pending = others.pending
-    needed = weights * (2 if device.type == "cpu" else 1)
+    needed = weights * 2 if device.type == "cpu" else weights // ranks
     if needed > (free := available_bytes(device) - pending * (device.type == "cpu")):
         raise OutOfMemoryError(
             f"{needed / 2**30:.1f} GiB of weights do not fit: {max(0, free) / 2**30:.1f} GiB are free on "
-            f"{device}; serve a smaller model, use --quantization fp8, int8 or int4, "
-            "or start fewer workers here"
+            f"{f'each of {ranks} GPUs' if ranks > 1 else device}; serve a smaller model, use --quantization "
+            "fp8, int8 or int4, or start fewer workers here"
         )
     if device.type == "cuda":
-        room = gpu_room_of(engine, config, device, dtype, used=weights, loaded=False)
+        room = gpu_room_of(engine, config, device, dtype, used=weights // ranks, loaded=False)
+        room *= min(ranks, config.num_kv_heads)  # a head may be on several GPUs
     else:
         room = host_room(
             free=free_host_bytes() - weights,
@@ -175,4 +186,4 @@ def expected_worker(folder: Path) -> ExpectedWorker:
             sharers=2,
         )
     size = kv_cache_size(wish_of(engine, layout, config.max_model_len, device), room)
-    return ExpectedWorker(config, device, dtype, weights, size.num_blocks * layout.block_bytes, size)
+    return ExpectedWorker(config, device, dtype, weights, size.num_blocks * layout.block_bytes, size, ranks)

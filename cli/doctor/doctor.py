@@ -263,10 +263,11 @@ def check_model(settings: DoctorSettings) -> Iterator[Finding]:
         yield Finding("problem", f"model: {error}")
         return
     size, config, dtype = worker.size, worker.config, str(worker.dtype).removeprefix("torch.")
+    split = f" on {worker.ranks} GPUs (--tensor-parallel-size {worker.ranks})" * (worker.ranks > 1)
     text = (
-        f"model {folder.name}: {config.architecture}, {worker.weights / 1e6:,.0f} MB of weights in {dtype}; "
-        f"of two workers here each has a KV cache of {worker.kv_cache / GIB:.2f} GiB, {size.num_blocks:,} "
-        f"blocks, and takes sequences of {size.max_model_len:,} tokens"
+        f"model {folder.name}: {config.architecture}, {worker.weights / 1e6:,.0f} MB of weights in {dtype}"
+        f"{split}; of two workers here each has a KV cache of {worker.kv_cache / GIB:.2f} GiB, "
+        f"{size.num_blocks:,} blocks, and takes sequences of {size.max_model_len:,} tokens"
     )
     if size.max_model_len < config.max_model_len:
         advice = (

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from support.engines import engine_config
 
@@ -123,6 +124,35 @@ def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_pat
     status, message = with_free(10 << 20)
     assert status == 1
     assert "of weights do not fit" in message
+
+
+@pytest.mark.parametrize(
+    ("gib", "count", "ranks"),
+    [
+        (5, 8, 1),
+        (10, 8, 2),
+        (14, 8, 4),
+        (10, 1, None),
+        (14, 3, None),
+        (70, 8, None),
+    ],  # at 14: no room for blocks
+)
+def test_a_model_that_one_gpu_does_not_hold_is_split_among_several(
+    monkeypatch: pytest.MonkeyPatch, gib: int, count: int, ranks: int | None
+) -> None:
+    """Of 8 GiB each."""
+    monkeypatch.setattr(load_model, "weight_bytes", lambda *_: gib << 30)
+    monkeypatch.setattr(load_model, "select_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    status, message = doctor()
+    assert status == (ranks is None)
+    assert ("do not fit" in message or "there is room for 0 KV blocks" in message) == (ranks is None)
+    assert (f"on {ranks} GPUs (--tensor-parallel-size {ranks})" in message) == (ranks not in (None, 1))
+    if ranks is not None:
+        worker = expected_worker(DEMO_MODEL)
+        left = int(0.9 * (8 << 30)) - (gib << 30) // ranks - (1 << 30)  # on each, less a small step
+        assert (worker.ranks, worker.kv_cache) == (ranks, pytest.approx(min(ranks, 2) * left, rel=0.05))
 
 
 def test_a_truncated_weight_file_is_found(tmp_path: Path) -> None:
