@@ -64,11 +64,14 @@ def launcher_of(plan: Plan) -> Launcher:
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read once, when ray is imported
         from ..deploy.ray_actors import RayActors
 
+        ranks = {each.name: each.tensor_parallel_size for each in plan.workers}
+        threads = {each.name: 1 if each.threads == "auto" else each.threads for each in plan.workers}
         return RayActors(
             plan.run_dir,
             port,
-            num_cpus={each.name: 1 if each.threads == "auto" else each.threads for each in plan.workers},
+            num_cpus={name: ranks[name] * threads[name] for name in ranks},
             devices={each.name: each.device for each in plan.workers if each.runner == "model"},
+            ranks=ranks,
             resources={name: _amounts(pool.ray) for name, pool in pools.items()},
             leave_s=max(each.drain_timeout_s for each in plan.workers) + plan.up.grace_s,
             scales=plan.coordinator.steer_command is None,

@@ -157,16 +157,18 @@ class RayActors:
         *,
         num_cpus: Mapping[str, int] | None = None,
         devices: Mapping[str, str] | None = None,
+        ranks: Mapping[str, int] | None = None,
         resources: Mapping[str, Mapping[str, float]] | None = None,
         leave_s: float = ANSWER_S,
         scales: bool = False,
         address: str = "auto",
     ) -> None:
-        """``control_port``: the coordinator's; ``num_cpus``, ``devices``, and further ``resources``: by
-        worker; ``leave_s``: seconds in which a worker drains; ``scales``: whether the pool controller
-        adds actors. Raises LaunchError."""
+        """``control_port``: the coordinator's; ``num_cpus``, ``devices``, ``ranks``, and further
+        ``resources``: by worker; ``leave_s``: seconds in which a worker drains; ``scales``: whether the pool
+        controller adds actors. Raises LaunchError."""
         self._folder, self._port, self._leave_s, self._scales = folder, control_port, leave_s, scales
         self._num_cpus, self._devices, self._resources = num_cpus or {}, devices or {}, resources or {}
+        self._ranks = ranks or {}
         if not ray.is_initialized():
             try:
                 ray.init(address=address, namespace=f"splitserve:{folder}", logging_level="error")
@@ -238,7 +240,7 @@ class RayActors:
     def _gpu(self, name: str) -> dict[str, float]:
         device = self._devices.get(name, "cpu")
         here = device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU", 0))
-        return {"GPU": 1} if here else {}
+        return {"GPU": self._ranks.get(name, 1)} if here else {}
 
 
 def _create(spec: Spec, control_port: int) -> None:

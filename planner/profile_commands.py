@@ -57,7 +57,8 @@ def profile(settings: ProfileSettings) -> int:
 def published(settings: ProfileSettings, path: Path, console: Console) -> Profile:
     """Import a profile, and print sentences about it. Raises PlannerError and EngineError."""
     if settings.like is None:
-        return import_published(path, settings.published_model, settings.hardware, settings.tensor_parallel)
+        ranks = settings.tensor_parallel_size
+        return import_published(path, settings.published_model, settings.hardware, ranks)
     made, sentences = imported(path, Profile.read(settings.like))
     for line in sentences:
         console.print(line, highlight=False)
@@ -144,6 +145,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     )
     start_s = time.time() - psutil.Process().create_time()
     block_size, block_bytes = model.identity.block_size, model.identity.block_bytes
+    ranks = settings.tensor_parallel_size
     bounds = Bounds(
         settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, model.num_blocks, block_size
     )
@@ -169,10 +171,12 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     flip_s = measure_flip(
         model, FlexibleSettings.model_validate({"model": folder, "insecure": True, **batch, **shared})
     )
-    power = _power(model, found, block_size)
+    power = _power(model, ranks, found, block_size)
     made = Profile(
-        name=settings.name or f"{folder.resolve().name} on {model.device}",
+        name=settings.name
+        or f"{folder.resolve().name} on {model.device}{f' tp{ranks}' if ranks > 1 else ''}",
         hardware=settings.hardware,
+        gpus=ranks,
         source=f"measured: {sum(len(r.times) for r in found)} steps of {len(found)} kinds",
         numerics=_numerics(settings, model),
         memory=Memory(
@@ -252,13 +256,13 @@ def _contention(
     return contention_of(found)
 
 
-def _power(model: WorkerModel, found: Sequence[Repeats], block_size: int) -> Power | None:
+def _power(model: WorkerModel, ranks: int, found: Sequence[Repeats], block_size: int) -> Power | None:
     """Watts in the largest steps of each role; None if no driver reports power."""
     from ..worker.gpu_telemetry import telemetry_of
     from .profile.measure import batch_of
     from .profile.power import measure_power
 
-    telemetry = telemetry_of(model.device)
+    telemetry = telemetry_of(model.device, ranks)
     if telemetry is None:
         return None
     largest = {

@@ -80,9 +80,6 @@ class ProfileSettings(ComputeSettings):
     published_model: str = Field(
         default="llama2-70b", max_length=200, description="With --published: which model of it."
     )
-    tensor_parallel: int = Field(
-        default=8, ge=1, le=1024, description="With --published: GPUs that one worker spans."
-    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -52,7 +52,7 @@ def _values(pools: list[_Pool], longest: int) -> dict[str, Any]:
             "role": SECTIONS[group.role],
             "replicas": group.count,
             "options": options,
-            "resources": {"limits": {"nvidia.com/gpu": kind.gpus}},
+            "gpus": kind.gpus,
             **({"nodeSelector": {NODE_LABEL: kind.stock}} if several and kind.stock else {}),
         }
         for index, (group, kind, options, own) in enumerate(pools)
@@ -81,10 +81,9 @@ def _place(kind: Kind) -> dict[str, str]:
     """Options of sbatch and resources of Ray for GPUs of this kind, where its inventory names them."""
     if not kind.stock:
         return {}
-    several = f" GPU={kind.gpus}" if kind.gpus > 1 else ""
     return {
-        "sbatch": f"--gpus {kind.stock}:{kind.gpus}",
-        "ray": f"accelerator_type:{kind.stock.upper()}=0.001{several}",
+        "sbatch": f"--gpus-per-node {kind.stock}:{kind.gpus}",  # --gpus may be of several nodes
+        "ray": f"accelerator_type:{kind.stock.upper()}=0.001",
     }
 
 
@@ -107,7 +106,8 @@ def _numerics(kind: Kind) -> Section:
 
 def _memory(kind: Kind) -> Section:
     memory = kind.profile.memory
-    return {"block_size": memory.block_size, "num_blocks": memory.num_blocks}
+    sizes: Section = {"block_size": memory.block_size, "num_blocks": memory.num_blocks}
+    return {**sizes, "tensor_parallel_size": kind.gpus}
 
 
 def _remarks(pools: list[_Pool]) -> list[str]:
@@ -138,11 +138,6 @@ def _remarks(pools: list[_Pool]) -> list[str]:
             "The profiles were measured in different types, and so workers would exchange no "
             "blocks: profile again in one"
         )
-    spanning = sorted({(kind.name, kind.gpus) for kind in kinds if kind.gpus > 1})
-    remarks += [
-        f"A worker of {name} is {gpus} GPUs in its profile; a worker that `splitserve` starts has one"
-        for name, gpus in spanning
-    ]
     return remarks
 
 

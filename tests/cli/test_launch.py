@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from splitserve.cli import launch as launching
 from splitserve.cli.config import ConfigError, Sources, Value
 from splitserve.cli.extras import EXTRAS
-from splitserve.cli.launch import launch
+from splitserve.cli.launch import launch, launcher_of
 from splitserve.cli.local_cluster import commands
 from splitserve.cli.up import Plan, plan
 from splitserve.deploy.errors import LaunchError
@@ -175,6 +177,19 @@ def test_workers_elsewhere_listen_for_other_hosts(tmp_path: Path) -> None:
     assert made.coordinator.control_address == "tcp://0.0.0.0:7700"
     assert [worker.device for worker in made.workers] == ["auto"] * 3, "the cluster manager deals GPUs out"
     assert [worker.listen for worker in made.workers] == ["tcp://0.0.0.0:*"] * 3
+
+
+def test_ray_gives_a_worker_cores_and_gpus_for_each_of_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    actors = SimpleNamespace(RayActors=lambda *_, **given: asked.update(given))
+    monkeypatch.setitem(sys.modules, "splitserve.deploy.ray_actors", actors)
+    monkeypatch.setitem(EXTRAS, "ray", ())
+    launcher_of(planned(tmp_path, on="ray", threads=3, device="cuda", decode_tensor_parallel_size=4))
+    assert asked["num_cpus"] == {"prefill-0": 3, "decode-0": 12}
+    assert asked["ranks"] == {"prefill-0": 1, "decode-0": 4}
+    assert asked["devices"] == {"prefill-0": "cuda", "decode-0": "cuda"}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ SETTINGS = {
     "decode": DecodeSettings,
     "worker": FlexibleSettings,
 }
-GPU = {"limits": {"nvidia.com/gpu": 1}}
 EVERYTHING: dict[str, Any] = {
     "model": {
         "name": "Qwen/Qwen3-0.6B",
@@ -52,10 +51,10 @@ EVERYTHING: dict[str, Any] = {
         "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
     },
     "pools": {
-        "prefill": {"autoscale": {"min": 1, "max": 8}, "resources": GPU},
+        "prefill": {"autoscale": {"min": 1, "max": 8}, "gpus": 2, "options": {"threads": 4}},
         "decode": {
             "autoscale": {"min": 2, "max": 8},
-            "resources": GPU,
+            "gpus": 1,
             "nodeSelector": {"gpu": "h100"},
             "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
             "env": [{"name": "A", "value": "b"}],
@@ -279,7 +278,7 @@ def test_every_value_is_in_both_files() -> None:
         ),
         (
             {**MINIMAL, "pools": {"decode": {"leaderWorkerSet": {"size": 2}}}},
-            "pool decode: leaderWorkerSet.size must be 1: a worker has one rank",
+            "pool decode: leaderWorkerSet.size must be 1: a worker is one pod",
         ),
         (
             {

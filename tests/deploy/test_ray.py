@@ -52,7 +52,9 @@ def node(*options: str) -> Iterator[None]:
 def address() -> Iterator[str]:
     """A Ray of this test's own."""
     port = free_port()
-    with node("--head", f"--port={port}", "--include-dashboard=false", '--resources={"H100": 1}'):
+    with node(
+        "--head", f"--port={port}", "--include-dashboard=false", "--num-gpus=4", '--resources={"H100": 1}'
+    ):
         yield f"127.0.0.1:{port}"
         ray.shutdown()
 
@@ -67,7 +69,10 @@ def actors(address: str, tmp_path: Path) -> Iterator[RayActors]:
     while True:
         try:
             further = {"decode-0": {"H100": 0.25}, "wide": {"H100": 2}}
-            made = RayActors(tmp_path, 7701, address=address, leave_s=20, resources=further)
+            ranks, devices = {"decode-0": 2}, {"decode-0": "cuda"}
+            made = RayActors(
+                tmp_path, 7701, address=address, leave_s=20, resources=further, ranks=ranks, devices=devices
+            )
             break
         except LaunchError:
             assert time.monotonic() < deadline
@@ -109,6 +114,7 @@ def test_ray_restarts_a_process_that_dies_and_a_worker_that_leaves_drains(
         "each found the coordinator by the head's address"
     )
     assert ray.available_resources()["H100"] == 0.75, "its own"
+    assert ray.available_resources()["GPU"] == 2, "one for each of its ranks"
     assert actors.add("decode") == "decode-1", "of the settings of decode-0"
     pid_of(tmp_path / "decode-0.pid")
     wait_for(lambda: "--name decode-1" in (tmp_path / "decode-0").read_text())

@@ -9,6 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from support.kubernetes import HELM, MINIMAL, manifests, pod_specs
 from support.planned_loads import question
 from support.simulated import profile
 
@@ -99,10 +100,10 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
     launched = up(
         {"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(path, env={})
     )
-    assert [(w.role, w.num_blocks, w.mover) for w in launched.workers] == [
-        ("prefill", profile().memory.num_blocks, "tcp"),
-        ("prefill", profile().memory.num_blocks, "tcp"),
-        ("decode", 300, "tcp"),
+    assert [(w.role, w.num_blocks, w.mover, w.tensor_parallel_size) for w in launched.workers] == [
+        ("prefill", profile().memory.num_blocks, "tcp", 2),
+        ("prefill", profile().memory.num_blocks, "tcp", 2),
+        ("decode", 300, "tcp", 1),
     ]
     flags = {"model": Value("m", "test"), "insecure": Value(True, "test")}
     alone = [load(role, flags, Sources.read(path, env={})) for role in ("coordinator", "prefill", "decode")]
@@ -110,7 +111,6 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
     assert alone[2].num_blocks == 300  # type: ignore[attr-defined]
     message = path.read_text()
     assert "`splitserve prefill` on large (2 of them), `splitserve decode` on small (1 of them)" in message
-    assert "A worker of large is 2 GPUs in its profile" in message
     assert "block sizes" not in message
 
 
@@ -125,16 +125,22 @@ def test_workers_of_a_pool_that_are_of_another_kind_are_launched_as_theirs_are(t
     launched = up(
         {"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(path, env={})
     )
-    found = {w.worker_id: (w.num_blocks, getattr(w, "max_num_seqs", 0)) for w in launched.workers}
+    found = {
+        w.worker_id: (w.num_blocks, getattr(w, "max_num_seqs", 0), w.tensor_parallel_size)
+        for w in launched.workers
+    }
     large, few = profile().memory.num_blocks, 300
     assert {name: found[name] for name in sorted(found)} == {
-        "decode-0": (large, 16), "decode-1": (few, 8), "decode-2": (few, 8),
-        "prefill-0": (large, 64), "prefill-1": (large, 64), "prefill-2": (few, 64),
+        "decode-0": (large, 16, 2), "decode-1": (few, 8, 1), "decode-2": (few, 8, 1),
+        "prefill-0": (large, 64, 2), "prefill-1": (large, 64, 2), "prefill-2": (few, 64, 1),
     }  # fmt: skip
     places = {name: (pool.sbatch, pool.ray) for pool, names in pools_of(launched.up) for name in names}
-    assert places["decode-0"] == ("--gpus h100:2", "accelerator_type:H100=0.001 GPU=2")
-    assert places["decode-2"] == ("--gpus a100:1", "accelerator_type:A100=0.001")
-    assert "`splitserve decode --max-num-seqs 8 --num-blocks 300` on small (2 of them)" in path.read_text()
+    assert places["decode-0"] == ("--gpus-per-node h100:2", "accelerator_type:H100=0.001")
+    assert places["decode-2"] == ("--gpus-per-node a100:1", "accelerator_type:A100=0.001")
+    assert (
+        "`splitserve decode --max-num-seqs 8 --num-blocks 300 --tensor-parallel-size 1` on small (2 of them)"
+        in path.read_text()
+    )
     write_launch(tmp_path / "values.yaml", hardware, candidate)
     pools = yaml.safe_load((tmp_path / "values.yaml").read_text())["pools"]
     where = {name: (p["role"], p["replicas"], p["nodeSelector"]["gpu"]) for name, p in pools.items()}
@@ -180,5 +186,21 @@ def test_the_chart_takes_a_plan_as_its_values(tmp_path: Path) -> None:
         for name, pool in pools.items():
             settings = {"prefill": PrefillSettings, "decode": DecodeSettings}.get(name, FlexibleSettings)
             assert set(pool["options"]) <= settings.model_fields.keys()
-            assert pool["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+            assert (pool["gpus"], pool["options"]["tensor_parallel_size"]) == (2, 2)
         assert written["coordinator"]["options"] == {"max_model_len": profile().memory.max_model_len}
+
+
+@pytest.mark.skipif(not HELM, reason="helm is not installed")
+def test_the_chart_gives_a_worker_the_gpus_that_it_is_split_among(tmp_path: Path) -> None:
+    hardware, path = Hardware((Kind("a", profile(), gpus=4), Kind("b", profile()))), tmp_path / "values.yaml"
+    write_launch(path, hardware, Candidate(2, 1, 0, 512, 16, prefill_kind=0, decode_kind=1))
+    values = {**MINIMAL, **yaml.safe_load(path.read_text())}
+    values["coordinator"] |= MINIMAL["coordinator"]
+    del values["pools"]["prefill"]["options"]["tensor_parallel_size"]
+    values["workerOptions"] = {"tensor_parallel_size": 8, "threads": 2}
+    specs = pod_specs(manifests(values, tmp_path))
+    for name, gpus in (("demo-prefill", 4), ("demo-decode", 1)):
+        (worker,) = specs[name]["containers"]
+        assert worker["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": gpus}
+        split = [arg for arg in worker["args"] if arg.startswith("--tensor-parallel-size")]
+        assert split == [f"--tensor-parallel-size={gpus}"], "a pool's own, whatever all workers have"

@@ -186,21 +186,26 @@ def test_power_is_told_apart_by_what_the_gpu_does(monkeypatch: pytest.MonkeyPatc
     assert measure_power(silent, lambda: None, lambda: None, silent.clock) is None
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_the_command_profiles_a_model_in_the_types_that_it_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+@pytest.mark.parametrize(("kv_dtype", "ranks"), [("auto", 2), ("fp8", 1)])
+def test_the_command_profiles_a_model_in_the_types_and_ranks_that_it_names(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kv_dtype: str,
+    ranks: int,
 ) -> None:
     monkeypatch.setattr(profile_commands, "PRECISION", 1.0)
     made = tmp_path / "p.json"
     settings = {
         "model": DEMO_MODEL, "output": made, "device": "cpu", "dtype": "float32", "kv_dtype": kv_dtype,
         "max_batch_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "kv_cache_gib": KV_CACHE_GIB,
-        "budget_s": 0.1, "contention_s": 0.0,
+        "budget_s": 0.1, "contention_s": 0.0, "tensor_parallel_size": ranks,
     }  # fmt: skip
     assert profile_commands.profile(ProfileSettings.model_validate(settings)) == 0
     found = Profile.read(made)
     assert found.numerics == Numerics(dtype="float32", kv_dtype=kv_dtype)  # type: ignore[arg-type]
     assert found.memory.num_blocks == int(KV_CACHE_GIB * 2**30) // found.memory.block_bytes
     assert set(found.movers) == {"shm", "tcp"}
+    assert (found.gpus, found.name.endswith(" tp2")) == (ranks, ranks == 2), "as a plan launches it"
     assert found.decode.seconds(4, 400, 4) > 0
     assert ("computed in float32, KV cache in fp8" in capsys.readouterr().out) == (kv_dtype == "fp8")
