@@ -41,11 +41,6 @@ class CpuThreads:
         cores = self.cores[number * self.count : (number + 1) * self.count]
         return replace(self, cores=cores, loading=max(self.count, self.loading // self.ranks))
 
-    def of_rank(self, number: int, size: int) -> CpuThreads:
-        """TEMPORARY"""
-        count = max(1, self.count // size)
-        return replace(self, count=count, cores=self.cores[number * count : (number + 1) * count])
-
     def __str__(self) -> str:
         """``2 threads bound to cores 0 and 1 (auto: 2 of 2 cores are left)``"""
         threads = "1 thread" if self.count == 1 else f"{self.count} threads"

@@ -67,7 +67,7 @@ class LoadedModel:
         self.own_heads = rank.kv_heads(config.num_kv_heads)
         self._claims: MemoryClaims = MemoryClaims(settings.coordinator) if first is None else first._claims
         self._threads: CpuThreads = self._claim_threads(settings) if first is None else first._threads
-        threads = self._threads.of_rank(rank.number, rank.size)
+        threads = self._threads.of_rank(rank.number)
         self._num_torch_threads = 1 if settings.exact else threads.count  # torch's own sums change with it
         self._bound_cores, self._bound = threads.bound, threading.local()
         self._use_torch()
@@ -113,7 +113,8 @@ class LoadedModel:
             return CpuThreads(1 if settings.threads == AUTO else settings.threads, (), False, "")
         with self._claims.turn() as others:
             absent = max(0, settings.memory_shared_by - 1 - len(others.siblings))
-            threads = choose_threads(settings.threads, usable_cores(), cpu_quota(), others.cores, absent)
+            place = usable_cores(), cpu_quota(), others.cores
+            threads = choose_threads(settings.threads, *place, absent, self.rank.size)
             self._claims.claim_cores(threads.cores)
         logger.info("%s", threads)
         return threads
