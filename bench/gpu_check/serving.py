@@ -55,10 +55,13 @@ BIG = Sizes(
 SMALL = Sizes((5, 40), 3, {64: 1}, (16, 4), (1, 2), 300)
 
 
-def serve(place: Place, mover: str, precision: str = "") -> Iterator[Line]:
+def serve(place: Place, mover: str, precision: str = "", ranks: str = "") -> Iterator[Line]:
     """Tokens beside those of one process, the handoff that shows, and a load of several streams.
-    ``precision``: of weights and cache, if it is not the model's own."""
+    ``precision``: of weights and cache, if it is not the model's own; ``ranks``: of the decode worker."""
     interpret(place)
+    if place.big and ranks and torch.cuda.device_count() < int(ranks):
+        yield Line(f"{mover}: a decode worker on {ranks} GPUs", left_out=True, note="there are fewer")
+        return
     sizes, folder = BIG if place.big else SMALL, model_folder(place, "served")
     if not place.big and mover == "cuda_ipc":
         mover = "tcp"
@@ -68,6 +71,9 @@ def serve(place: Place, mover: str, precision: str = "") -> Iterator[Line]:
         if place.big or find_spec("splitserve.kernels._cpu"):  # a rehearsal without the C++ kernels
             options += ["--quantization", precision]
         mover, allowed = f"{mover}, {precision}", NEAR_OF_FLOAT8
+    if ranks:
+        options += ["--decode-tensor-parallel-size", ranks, *(["--device", "cuda"] if place.big else [])]
+        mover = f"{mover}, {ranks} ranks"
     log = place.work / "logs" / f"serve {mover} cluster.log"
     prompts = drawn_prompts(sizes.prompts, sizes.vocab_size)
     with live_cluster([*common_options(place, folder), *options], log) as url:

@@ -104,7 +104,7 @@ def part_of_experts(shape: MixtureShape, size: int) -> MixtureShape:
 
 
 def check_split(config: ModelConfig, size: int, exact: bool) -> None:
-    """Raise ModelConfigError where the model cannot be split among so many ranks."""
+    """Raise ModelConfigError where the model cannot be split among ``size`` ranks."""
     if size == 1:
         return
     sizes = {"attention heads": config.num_heads}
