@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.gpu.kv_blocks import block_checksums
 
-GATHERED_BYTES = 32 << 20  # summed at a time, unless one block has more
+GATHERED_BYTES = 128 << 20  # at a time: many blocks are summed in the time of one
 
 
 class ShardedBlocks:
