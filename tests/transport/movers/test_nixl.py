@@ -239,7 +239,7 @@ def test_the_end_of_a_role_waits_for_no_agent(stack: ExitStack) -> None:
     target.close_all()
     assert ended == []
     over.set()
-    until(lambda: target._spare is None)
+    until(lambda: ended and target._spare is None)
     assert ended == [True]
 
 
