@@ -84,6 +84,7 @@ def blocks(place: Place) -> Iterator[Line]:
     yield checked("blocks through page-locked records", staging(place.device), 0)
     if place.big:
         yield checked("blocks between two processes on one card by cuda_ipc", cuda_ipc(place.device), 0)
+        yield checked("the same, cut as for 2 and 4 cards", cuda_ipc(place.device, 2, 4), 0)
 
 
 def sanitized(place: Place, tool: str) -> Iterator[Line]:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from ...engine.cache.device_blocks import DeviceBlocks
+from ...engine.cache.sharded_blocks import ShardedBlocks
 
 SHAPE = (64, 8, 65536)  # blocks, layers, bytes: 32 MiB
+HEADS = 4
 DEADLINE_S = 30.0
 WRITER = ("p0", 1)
 
@@ -32,22 +34,21 @@ def staging(device: str) -> float:
     return float(not (whole and torch.equal(pool.cpu(), expected)))
 
 
-def cuda_ipc(device: str) -> float:
+def cuda_ipc(device: str, of: int = 1, to: int = 1) -> float:
     """0 if the blocks and layers put reach their places in another process's pool, by the checksums that both
-    compute on the GPU."""
+    compute on the GPU. The pools are cut as for ``of`` and ``to`` GPUs, which all are this one."""
     from ...transport.movers.cuda_ipc import CudaIpcSource  # needs msgspec, which only checks of movers do
     from ...transport.movers.cudart import LoadedCudart
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_owner, args=(theirs, device))
+    process = context.Process(target=_owner, args=(theirs, device, to))
     process.start()
     theirs.close()
     try:
-        pool = _filled(SHAPE).to(device)
-        blocks = DeviceBlocks(pool)
-        source = CudaIpcSource(received(ours), len(pool), blocks, LoadedCudart)
-        source.put(1, b"", [(i, i, i + 1) for i in range(len(pool) - 2)])
+        blocks = _blocks(_filled(SHAPE).to(device), of)
+        source = CudaIpcSource(received(ours), SHAPE[0], blocks, LoadedCudart)
+        source.put(1, b"", [(i, i, i + 1) for i in range(SHAPE[0] - 2)])
         source.put(1, b"", [(62, 7, 63)], 0, 3)
         source.put(1, b"", [(62, 7, 63)], 3)
         deadline = time.monotonic() + DEADLINE_S
@@ -58,7 +59,7 @@ def cuda_ipc(device: str) -> float:
         source.close()
         ours.send("done")
         found = received(ours)
-        return float(found != [*blocks.checksums([*range(len(pool) - 2), 7])])
+        return float(found != [*blocks.checksums([*range(SHAPE[0] - 2), 7])])
     finally:
         ours.close()
         process.join(DEADLINE_S)
@@ -73,15 +74,25 @@ def received(connection: Connection) -> Any:
     return connection.recv()
 
 
-def _owner(connection: Connection, device: str) -> None:
+def _owner(connection: Connection, device: str, num_gpus: int) -> None:
     """The decode worker's part: a pool that the other process writes."""
     from ...transport.movers.cuda_ipc import CudaIpcTarget
     from ...transport.movers.cudart import LoadedCudart
 
-    blocks = DeviceBlocks(torch.zeros(SHAPE, dtype=torch.uint8, device=device))
+    blocks = _blocks(torch.zeros(SHAPE, dtype=torch.uint8, device=device), num_gpus)
     connection.send(CudaIpcTarget(blocks, LoadedCudart).address(WRITER))
     connection.recv()
     connection.send(blocks.checksums(list(range(1, SHAPE[0]))))
+
+
+def _blocks(pool: torch.Tensor, num_gpus: int) -> DeviceBlocks | ShardedBlocks:
+    """The pool on one GPU, or with its KV heads cut as for several."""
+    if num_gpus == 1:
+        return DeviceBlocks(pool)
+    count = HEADS // num_gpus
+    parts = pool.view(*SHAPE[:2], 2, HEADS, 16, -1).chunk(num_gpus, 3)
+    heads = [range(first, first + count) for first in range(0, HEADS, count)]
+    return ShardedBlocks([part.contiguous() for part in parts], heads, HEADS)
 
 
 def _filled(shape: tuple[int, ...]) -> torch.Tensor:
