@@ -37,9 +37,8 @@ class CpuThreads:
         return self.cores if self.count * self.ranks > 1 and self.own else ()
 
     def of_rank(self, number: int) -> CpuThreads:
-        """The threads of one rank."""
-        cores = self.cores[number * self.count : (number + 1) * self.count]
-        return replace(self, cores=cores, loading=max(self.count, self.loading // self.ranks))
+        """The threads of one rank; ranks load one after the other, each on all of the worker's cores."""
+        return replace(self, cores=self.cores[number * self.count : (number + 1) * self.count])
 
     def __str__(self) -> str:
         """``2 threads bound to cores 0 and 1 (auto: 2 of 2 cores are left)``"""

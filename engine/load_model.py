@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +20,9 @@ from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size
 from .cache.memory_claims import MemoryClaims
 from .device import available_bytes, free_host_bytes, select_device, select_dtype
 from .engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, gpu_room_of, wish_of
-from .errors import OutOfMemoryError
+from .errors import ModelConfigError, OutOfMemoryError
 from .model.config import ModelConfig
+from .model.ranks import check_split
 from .model.tensors import expected_tensors, ignored_tensors
 from .model.weight_sizes import weight_bytes
 from .model.weights import Checkpoint
@@ -150,15 +152,17 @@ def expected_worker(folder: Path, ranks: int = 1) -> ExpectedWorker:
     try:
         return _expected_worker(folder, ranks)
     except OutOfMemoryError:
-        if 2 * ranks > torch.cuda.device_count():
-            raise
-    return expected_worker(folder, 2 * ranks)
+        if 2 * ranks <= torch.cuda.device_count():
+            with suppress(ModelConfigError):  # it cannot be split among as many
+                return expected_worker(folder, 2 * ranks)
+        raise
 
 
 def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
     settings = WorkerSettings(model=folder, insecure=True, memory_shared_by=2, tensor_parallel_size=ranks)
     engine = EngineConfig(settings)
     config, device = ModelConfig.from_folder(folder), select_device(settings.device)
+    check_split(config, ranks, settings.exact)
     with Checkpoint(folder) as checkpoint:
         checkpoint.check(expected_tensors(config), ignored_tensors(config))
         dtype = select_dtype(settings.dtype, device, checkpoint.dtype)

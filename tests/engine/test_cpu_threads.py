@@ -77,7 +77,7 @@ def test_each_rank_has_cores_of_its_own(
     assert [rank.bound for rank in each] == of_each
     assert {rank.count for rank in each} == {threads.count} == {len(of_each[0]) or 1}
     assert threads.bound == sum(of_each, ()), "which the worker claims"
-    assert sum(rank.loading for rank in each) <= max(threads.loading, ranks)
+    assert {rank.loading for rank in each} == {threads.loading}, "they load one after the other"
 
 
 def test_the_log_has_the_threads_of_each_rank() -> None:

@@ -147,6 +147,7 @@ def test_a_model_that_one_gpu_does_not_hold_is_split_among_several(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     status, message = doctor()
     assert status == (ranks is None)
+    assert ("are free on each of 4 GPUs" in message) == (gib == 70), "which is all that it can be split among"
     assert ("do not fit" in message or "there is room for 0 KV blocks" in message) == (ranks is None)
     assert (f"on {ranks} GPUs (--tensor-parallel-size {ranks})" in message) == (ranks not in (None, 1))
     if ranks is not None:
