@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine.ranks.played_nccl import PlayedNccl
@@ -37,7 +38,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> PlayedNccl:
 def test_a_worker_of_two_gpus(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: PlayedNccl
 ) -> None:
-    make_checkpoint(tmp_path, family, num_hidden_layers=2)
+    make_checkpoint(tmp_path, family, num_hidden_layers=1)
     with monkeypatch.context() as patched:
         patched.setattr(loaded_model, "select_kernels", lambda *_, **__: TorchKernels())
         whole = engine_config(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40)
@@ -52,7 +53,7 @@ def test_a_worker_of_two_gpus(
         calls = len(nccl.calls)
         found, matcher = generate(runner, gpu)
         assert isinstance(model.pool, ShardedBlocks)
-        held = model.pool.pack([9, 3], slice(0, 2)).cpu().view(torch.float32)
+        held = model.pool.pack([9, 3], slice(0, 1)).cpu().view(torch.float32)
     torch.testing.assert_close(held, alone.kv_cache.pool[[9, 3]].flatten(), rtol=1e-3, atol=1e-3)
     assert matcher.seen == followed.seen
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -99,3 +100,19 @@ def test_a_step_that_fails_alike_on_all_gpus_is_no_more_than_that(
                 generate(runner, gpu)
         gpu.launching = False
         assert [output.token_ids.tolist() for output in generate(runner, gpu)[0]] == expected
+
+
+def test_exact_bits_are_those_of_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: PlayedNccl
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    held = []
+    for num_gpus in (1, SIZE):
+        with monkeypatch.context() as patched, on_played_gpu(patched, exact=True) as gpu:
+            model = load(tmp_path, exact=True, num_gpus=num_gpus)
+            assert isinstance(model.runner, ModelRunner)
+            tokens = [output.token_ids.tolist() for output in generate(model.runner, gpu)[0]]
+            assert not isinstance(model.pool, np.ndarray)
+            held.append((tokens, model.pool.checksums([9, 3, 1]), model.identity))
+    assert held[0] == held[1]
+    assert "gather" in nccl.calls
