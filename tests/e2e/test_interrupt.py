@@ -88,7 +88,7 @@ def test_a_signal_to_each_of_several_coordinator_processes_is_one(
     options = ("--kv-cache-gib", "0.1", "--shutdown-timeout-s", "60", "--processes", "2")
     with (
         running(tiny[0], tmp_path, *options, *NEVER_DEAD) as cluster,
-        HTTP.stream("POST", f"{cluster.url}/v1/completions", json=ENDLESS) as response,
+        HTTP.stream("POST", f"{cluster.url}/v1/completions", json=ENDLESS | {"max_tokens": 1000}) as response,
     ):
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")

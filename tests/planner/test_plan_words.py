@@ -68,7 +68,7 @@ def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_f
     )
     asked = Question.of(HARDWARE, Load(requests, None), ServiceLevel(Slo(0.25, 0.5), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
-    winner, over_and_over = found.winner, asked.repeated(20)
+    winner, over_and_over = found.winner, asked.repeated(6)
     assert not winner.at_bound
     assert simulate(over_and_over, winner.candidate, winner.goodput, give_up=False).tallies.attainment < 0.8
     assert found.sustained is not None

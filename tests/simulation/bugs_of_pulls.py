@@ -56,7 +56,7 @@ def leave_blocks_to_a_prefix_when_the_role_is_over(patch: Patch) -> None:
 
 
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
-    (release_a_prefix_before_it_has_arrived, "drawn"),
+    (release_a_prefix_before_it_has_arrived, "network"),
     (keep_a_prefix_that_is_not_verified, "movers"),
     (leak_the_prefixes_of_an_incarnation, "fences"),
     (take_an_echo_for_an_order, "writers"),
