@@ -21,7 +21,7 @@ RENEWED_WITHIN_S = 200.0  # four processes that start one after the other beside
 PROMPTS = [f"number {i} " + "xyz" * (7 * i) for i in range(3)]
 
 DECODE_STEP_S = 0.1
-NUM_TOKENS_OF_MINUTES, NUM_TOKENS_OF_SECONDS = 1800, 60
+NUM_TOKENS_OF_MINUTES, NUM_TOKENS_OF_SECONDS = 1800, 30
 LEAVES_WITHIN_S = 5.0
 
 
