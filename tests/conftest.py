@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,16 +83,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
+WAITING = (
+    "test_key_rotation.py", "test_kubernetes.py", "test_late_coordinator.py", "test_operator.py",
+    "test_paced.py", "test_steering.py",
+)  # fmt: skip
+"""Files of ``e2e`` whose clusters are their own and wait more than they compute. One after the other, all of
+``e2e`` took as long as everything else on the cores together."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How several test processes share the work (``deploy/test.sh``): the tests of real processes, which need
-    both cores, come in turn, the others file by file beside them. (pytest-xdist's own groups, ``--dist
-    loadgroup``, are overlooked with pytest 9.2.)"""
+    """How several test processes share the work (``deploy/test.sh``): the tests of real processes come in
+    two turns, so that no more of these compete for the cores, the others file by file beside them.
+    (pytest-xdist's own groups, ``--dist loadgroup``, are overlooked with pytest 9.2.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class InTurn(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "e2e" if "/e2e/" in file else file
+            return ("waits" if Path(file).name in WAITING else "e2e") if "/e2e/" in file else file
 
     return InTurn(config, log)
