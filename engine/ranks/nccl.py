@@ -31,12 +31,7 @@ class Communicators:
     def __init__(self, size: int, library: Any = None, stream: Callable[[], int] | None = None) -> None:
         """``library``, ``stream``: NCCL and the calling thread's stream, or what plays them. Raises
         RankFailedError where there is no NCCL."""
-        try:
-            self._library = library or ctypes.CDLL("libnccl.so.2")  # torch has loaded it
-        except OSError as error:
-            raise RankFailedError(
-                f"several GPUs need NCCL, which torch has not loaded here ({error})"
-            ) from error
+        self._library = library or _nccl()
         self._stream = stream or (lambda: torch.cuda.current_stream().cuda_stream)
         self._id, self._handles = UniqueId(), [ctypes.c_void_p() for _ in range(size)]
         self._is_over = False
@@ -61,7 +56,17 @@ class Communicators:
     def _call(self, name: str, *arguments: object) -> None:
         error = getattr(self._library, name)(*arguments)
         if error:
-            raise RankFailedError(f"{name}: NCCL's error {error}")
+            words = self._library.ncclGetErrorString(error).decode()
+            raise RankFailedError(f"{name}: {words}; with NCCL_DEBUG=INFO in its environment NCCL logs why")
+
+
+def _nccl() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libnccl.so.2")  # torch has loaded it
+    except OSError as error:
+        raise RankFailedError(f"several GPUs need NCCL, which torch has not loaded here ({error})") from error
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    return library
 
 
 class NcclRank(HostRank):

@@ -21,6 +21,9 @@ class PlayedNccl:
         self._meeting = threading.Barrier(size)
         self._given: list[torch.Tensor | None] = [None] * size
 
+    def ncclGetErrorString(self, error: int) -> bytes:
+        return b"invalid usage"
+
     def ncclGetUniqueId(self, found: Any) -> int:
         found._obj.internal = b"here"
         return SUCCESS
