@@ -57,7 +57,7 @@ class Communicators:
         error = getattr(self._library, name)(*arguments)
         if error:
             words = self._library.ncclGetErrorString(error).decode()
-            raise RankFailedError(f"{name}: {words}; with NCCL_DEBUG=INFO in its environment NCCL logs why")
+            raise RankFailedError(f"{name}: {words}")
 
 
 def _nccl() -> ctypes.CDLL:
