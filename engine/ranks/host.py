@@ -32,16 +32,14 @@ class HostRank(Rank):
 
     def sum(self, x: Tensor) -> Tensor:
         """In float32, in the order of ranks. Nobody writes to a tensor that was given away."""
-        self._give(x, self._others)
-        total = torch.zeros((), dtype=torch.float32)
-        for other in range(self.size):
-            total = total + (x if other == self.number else self._from(other))
+        first, second, *more = self._parts(x)
+        total = first.float() + second
+        for part in more:
+            total += part
         return total.to(x.dtype)
 
     def joined(self, part: Tensor, width: int) -> Tensor:
-        self._give(part, self._others)
-        parts = [part if other == self.number else self._from(other) for other in range(self.size)]
-        return torch.cat(parts, dim=1)
+        return torch.cat(self._parts(part), dim=1)
 
     def shared(self, tokens: Tensor | None, count: int) -> Tensor:
         if tokens is None:
@@ -62,6 +60,11 @@ class HostRank(Rank):
             box = self._boxes[other][self.number]
             while not box.empty():
                 box.get()
+
+    def _parts(self, own: Tensor) -> list[Tensor]:
+        """Those of all ranks."""
+        self._give(own, self._others)
+        return [own if other == self.number else self._from(other) for other in range(self.size)]
 
     def _give(self, x: Tensor, to: Sequence[int]) -> None:
         for other in to:
