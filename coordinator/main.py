@@ -162,6 +162,7 @@ def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle) -> ServedMode
     return ServedModel.load(
         settings.model,
         settings.model_name,
+        settings.served_model_name.split(",")[1:],
         max_model_len=settings.max_model_len,
         tool_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,

@@ -36,8 +36,10 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     )
     served_model_name: str = Field(
         default="",
-        max_length=256,
-        description="Model name in the API. Default: the name of the model's folder.",
+        max_length=4096,
+        pattern=r"^([^,]{1,256}(,[^,]{1,256})*)?$",
+        description="Model name in the API; after commas further names that requests may give. Default: the "
+        "name of the model's folder.",
     )
     control_address: str = Field(
         default="tcp://127.0.0.1:7700",
@@ -135,7 +137,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     @property
     def model_name(self) -> str:
         """The name under which the API serves the model."""
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name.partition(",")[0] or self.model.resolve().name
 
     @property
     def ttft_slo_s(self) -> dict[str, float]:

@@ -129,17 +129,18 @@ class OllamaRoutes:
                 "details": self._details(),
                 "model_info": info,
                 "capabilities": ["completion", "tools", *(["thinking"] if model.chat_style.thinks else [])],
-                "modified_at": self._card()["modified_at"],
+                "modified_at": self._card(model.name)["modified_at"],
             }
         )
 
     async def _tags(self, request: Request) -> Response:
-        return json_response({"models": [self._card()]})
+        return json_response({"models": list(map(self._card, self._model.names))})
 
     async def _loaded(self, request: Request) -> Response:
         more = {"expires_at": NEVER, "size_vram": 0, "context_length": self._model.max_model_len}
         ready = self._dialect.generation.dispatcher.ready()
-        return json_response({"models": [{**self._card(), **more}] if ready else []})
+        loaded = [{**self._card(name), **more} for name in self._model.names]
+        return json_response({"models": loaded if ready else []})
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": API_VERSION})
@@ -147,14 +148,14 @@ class OllamaRoutes:
     def _check_name(self, name: str) -> None:
         self._model.check_name(name.removesuffix(LATEST))
 
-    def _card(self) -> dict[str, Any]:
-        """Return the model as lists have it. The coordinator has no weights: the size is 0, and the digest
-        is that of the name, the context and the template."""
+    def _card(self, name: str) -> dict[str, Any]:
+        """Return the model as lists have it, under one of its names. The coordinator has no weights: the size
+        is 0, and the digest is that of the first name, the context and the template."""
         model = self._model
         about = f"{model.name}\0{model.longest}\0{model.vocab_size}\0{self._model.template_source}"
         return {
-            "name": model.name,
-            "model": model.name,
+            "name": name,
+            "model": name,
             "modified_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
             "size": 0,
             "digest": hashlib.sha256(about.encode()).hexdigest(),

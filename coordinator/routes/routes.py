@@ -87,11 +87,12 @@ class OrdinaryRoutes:
         return app
 
     async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        return json_response({"object": "list", "data": list(map(self._model_card, self._model.names))})
 
     async def _one_model(self, request: Request) -> Response:
-        self._model.check_name(request.path_params["name"])
-        return json_response(self._model_card())
+        name = request.path_params["name"]
+        self._model.check_name(name)
+        return json_response(self._model_card(name))
 
     async def _tokenize(self, request: Request) -> Response:
         return await self._page(request, "tokenize", TokenizeRequest, tokenized)
@@ -141,10 +142,10 @@ class OrdinaryRoutes:
         paths = {getattr(route, "path", "") for route in self._more}
         return json_response(document(batches="/v1/batches" in paths, ollama="/api/chat" in paths))
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         model = self._model
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": model.created,
             "owned_by": "splitserve",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -42,7 +42,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model under one name."""
+    """``aliases``: further names that requests may give; answers have ``name``."""
 
     name: str
     tokenizer: Tokenizer
@@ -57,9 +57,14 @@ class ServedModel:
     eos_token_ids: frozenset[int] = frozenset()
     architecture: str = ""
     """The checkpoint's ``model_type``."""
+    aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     workers_hold: Callable[[], int] = lambda: 0
     """The longest sequence that every worker holds; 0: not known yet."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        return (self.name, *self.aliases)
 
     @property
     def max_model_len(self) -> int:
@@ -76,6 +81,7 @@ class ServedModel:
         cls,
         folder: Path,
         name: str,
+        aliases: Sequence[str] = (),
         *,
         max_model_len: int | None = None,
         tool_parser: ToolParserOption = "auto",
@@ -105,6 +111,7 @@ class ServedModel:
             template = ChatTemplate.load(folder, tokenizer)
             return cls(
                 name=name,
+                aliases=tuple(aliases),
                 tokenizer=tokenizer,
                 chat_template=template,
                 chat_style=ChatStyle.of(
@@ -142,9 +149,9 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFound. A request that names no model means the one there is."""
-        if name is not None and name != self.name:
+        if name is not None and name not in self.names:
             raise NotFound(
-                f"The model {name!r} does not exist; this server has {self.name!r}.",
+                f"The model {name!r} does not exist; this server has {', '.join(map(repr, self.names))}.",
                 param="model",
                 code="model_not_found",
             )

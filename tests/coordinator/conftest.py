@@ -38,7 +38,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(model_folder: Path) -> ServedModel:
-    return ServedModel.load(model_folder, "tiny")
+    return ServedModel.load(model_folder, "tiny", ["tiny-1", "gpt-4o"])
 
 
 @pytest.fixture

@@ -195,9 +195,10 @@ async def test_without_a_prompt_the_model_is_only_loaded(
 async def test_the_model_is_listed_and_shown(
     llama: ollama.AsyncClient, http: httpx.AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
-    (card,) = (await llama.list()).models
+    card, *others = (await llama.list()).models
+    assert [other.model for other in others] == ["tiny-1", "gpt-4o"]
     assert (card.model, card.details and card.details.format) == ("tiny", "safetensors")
-    (loaded,) = (await llama.ps()).models
+    loaded = (await llama.ps()).models[0]
     assert (loaded.model, loaded.context_length, loaded.digest) == ("tiny", MAX_MODEL_LEN, card.digest)
     dispatcher.is_ready = False
     assert not (await llama.ps()).models

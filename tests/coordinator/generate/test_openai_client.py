@@ -195,10 +195,19 @@ async def test_content_parts_and_developer_role(
 
 
 async def test_models(client: AsyncOpenAI) -> None:
-    assert [model.id async for model in client.models.list()] == ["tiny"]
-    assert (await client.models.retrieve("tiny")).id == "tiny"
-    with pytest.raises(openai.NotFoundError):
+    names = ["tiny", "tiny-1", "gpt-4o"]
+    assert [model.id async for model in client.models.list()] == names
+    assert [(await client.models.retrieve(name)).id for name in names] == names
+    with pytest.raises(
+        openai.NotFoundError, match="'huge' does not exist; this server has 'tiny', 'tiny-1',"
+    ):
         await client.models.retrieve("huge")
+
+
+async def test_a_request_may_give_any_of_the_names(client: AsyncOpenAI) -> None:
+    for name in ("tiny-1", "gpt-4o"):
+        answer = await client.completions.create(model=name, prompt="hello", max_tokens=2)
+        assert answer.model == "tiny", "the first name"
 
 
 async def test_an_error_before_the_first_token_is_an_http_error(
