@@ -76,8 +76,8 @@ class LoadedModel:
         self.phases.done("fingerprint")
         kept: Sequence[Path] = ()
         if self.device.type == "cpu":
-            part = f"-{rank.number}-of-{rank.size}" if rank.size > 1 else ""
-            kept = kept_files(settings.model, weights_name + part, settings.dtype, settings.exact)
+            part = f"{rank.number}-of-{rank.size}" if rank.size > 1 else ""
+            kept = kept_files(settings.model, weights_name, settings.dtype, settings.exact, part=part)
         packed = PackedWeights(kept, min(threads.loading, PACKING_THREADS))
         block_size = settings.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
         self.kernels = self._select_kernels(settings, threads, block_size, packed)

@@ -29,7 +29,7 @@ from torch import Tensor
 from .huge_pages import ALIGNMENT, HugePageArena, map_file, move_to_huge_pages, warn_of_small_pages
 
 LEAST_BYTES = 64 << 20  # below, packing takes no time
-KEPT_FILES = 3  # in one folder: one model in several types, or several models
+KEPT_MODELS = 3  # in one folder: one model in several types, or several models
 SUFFIX = ".packed"
 FORMAT = 1
 LENGTH_BYTES = 8
@@ -121,18 +121,24 @@ class PackedWeights:
             file.write(footer + len(footer).to_bytes(LENGTH_BYTES, "little"))
             part.rename(path)
         _log.info("packed weights kept in %s (%.2f GiB) for the next start", path, num_bytes / 2**30)
-        by_age = sorted(path.parent.glob(f"*{SUFFIX}"), key=lambda kept: kept.stat().st_mtime)
-        for old in by_age[:-KEPT_FILES]:
-            old.unlink(missing_ok=True)
+        by_age = sorted(path.parent.glob(f"*{SUFFIX}"), key=lambda kept: -kept.stat().st_mtime)
+        newest = list(dict.fromkeys(_model_of(kept) for kept in by_age))[:KEPT_MODELS]
+        for old in by_age:
+            if _model_of(old) not in newest:
+                old.unlink(missing_ok=True)
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def kept_files(model: Path, *identity: object) -> list[Path]:
-    """The files that may keep the packed weights of a model: in its folder, or else in the user's cache.
-    ``identity``: what decides their content beside the build of the kernels."""
+def _model_of(kept: Path) -> str:
+    return kept.stem.partition("-")[0]
+
+
+def kept_files(model: Path, *identity: object, part: str = "") -> list[Path]:
+    """The files that may keep the packed weights of a model, or a ``part`` of it: in its folder, or else in
+    the user's cache. ``identity``: what decides their content beside the build of the kernels."""
     try:
         from . import _cpu
     except ImportError:
@@ -140,7 +146,8 @@ def kept_files(model: Path, *identity: object) -> list[Path]:
     build = xxhash.xxh3_128_hexdigest(Path(_cpu.__file__).read_bytes())
     key = xxhash.xxh3_128_hexdigest(repr((FORMAT, build, _cpu.instruction_sets(), *identity)).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [folder / f"{key}{SUFFIX}" for folder in (model / ".splitserve", cache / "splitserve" / "packed")]
+    name = f"{key}{part and f'-{part}'}{SUFFIX}"
+    return [folder / name for folder in (model / ".splitserve", cache / "splitserve" / "packed")]
 
 
 def _read(path: Path) -> tuple[Tensor, list[int]]:

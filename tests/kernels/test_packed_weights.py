@@ -104,13 +104,20 @@ def test_where_one_folder_cannot_be_written_the_next_is_used(tmp_path: Path) -> 
 
 def test_old_files_go_and_a_part_left_by_a_dead_process_is_replaced(tmp_path: Path) -> None:
     for number in range(5):
-        path = tmp_path / f"old-{number}.packed"
+        path = tmp_path / f"old{number}.packed"
         path.write_text("")
         os.utime(path, (number, number))
     (tmp_path / "key.part").write_bytes(bytes(20 << 20))
     start([tmp_path / "key.packed"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["key.packed", "old-3.packed", "old-4.packed"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key.packed", "old3.packed", "old4.packed"]
     assert start([tmp_path / "key.packed"])[1] == 0
+
+
+def test_the_parts_of_one_model_stay_together(tmp_path: Path) -> None:
+    names = [f"{model}-{rank}-of-4.packed" for model in "abcd" for rank in range(4)]
+    for name in names:
+        start([tmp_path / name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == names[4:]
 
 
 def test_nothing_is_kept_of_a_small_model_nor_on_a_full_disk(
