@@ -171,6 +171,7 @@ GOOD = sharded_address(2, 4, (0, 2), (2, 2))
         sharded_address(2, 3, (0, 1), (1, 2)),
         sharded_address(2, 60_000, *[(0, 60_000)] * 800),
     ],
+    ids=lambda address: f"{len(address)} bytes",
 )
 def test_an_address_of_other_shards_is_an_error(gpu: PlayedGpu, of: int, address: bytes) -> None:
     pair = Pair(2, 4, of, 2, on_gpus=True)
@@ -181,7 +182,7 @@ def test_an_address_of_other_shards_is_an_error(gpu: PlayedGpu, of: int, address
     assert host.num_mapped == 0
 
 
-@pytest.mark.parametrize("address", [GOOD, sharded_address(1, 2, (0, 1), (1, 1))])
+@pytest.mark.parametrize("address", [GOOD, sharded_address(1, 2, (0, 1), (1, 1))], ids=["4 heads", "2 heads"])
 def test_an_address_of_more_heads_than_there_are_is_an_error(gpu: PlayedGpu, address: bytes) -> None:
     pair = Pair(1, 1, 2, 2, on_gpus=True)
     with pytest.raises(MoverError, match="share"):
