@@ -11,6 +11,7 @@ embeddings and the latent vectors of DeepSeek are every rank's own.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,14 +20,14 @@ from ...kernels.mixture_shape import MixtureShape
 from ..errors import ModelConfigError
 from .config import ModelConfig
 
+T = TypeVar("T")
+
 
 class Rank:
     """One of ``size``; and alone, without anything to do for the others. All ranks make the same calls in the
     same order."""
 
-    num_calls = (
-        0  # so far, of those that a GPU is given: there one rank's thread does not wait for the others
-    )
+    num_calls = 0  # so far, of those that GPUs are given: there threads do not wait for each other
 
     def __init__(self, number: int = 0, size: int = 1) -> None:
         self.number, self.size = number, size
@@ -70,6 +71,10 @@ class Rank:
     def agreed(self, number: float) -> float:
         """Return the number of rank 0."""
         return number
+
+    def checked(self, output: T) -> T:
+        """Return what a step gave; raises DeviceLostError where a rank has failed meanwhile."""
+        return output
 
     def fail(self) -> None:
         """No rank can go on with the step: what waits for this one, now or later in the step, raises."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import RankFailedError
+from ..errors import DeviceLostError, RankFailedError
+from ..model.ranks import T
 from .host import HostRank, Mailbox
 
 ID_BYTES = 128
@@ -34,12 +35,12 @@ class Communicators:
         self._library = library or _nccl()
         self._stream = stream or (lambda: torch.cuda.current_stream().cuda_stream)
         self._id, self._handles = UniqueId(), [ctypes.c_void_p() for _ in range(size)]
-        self._is_over = False
+        self.is_over = False
         self._call("ncclGetUniqueId", ctypes.byref(self._id))
 
     def __call__(self, rank: int, name: str, *arguments: object) -> None:
         """Call this collective of NCCL in the calling thread's stream. Raises RankFailedError."""
-        if self._is_over:
+        if self.is_over:
             raise RankFailedError("another rank of this worker failed")
         handle = self._handles[rank]
         if not handle:
@@ -48,7 +49,7 @@ class Communicators:
 
     def abort(self) -> None:
         """End what any rank waits for. No rank can go on after that."""
-        was_over, self._is_over = self._is_over, True
+        was_over, self.is_over = self.is_over, True
         for handle in self._handles:
             if handle and not was_over:
                 self._library.ncclCommAbort(handle)
@@ -98,6 +99,11 @@ class NcclRank(HostRank):
             tokens = torch.empty(count, dtype=torch.int32, device=self._device)
         self._collective("ncclBroadcast", tokens, tokens, 0)
         return tokens
+
+    def checked(self, output: T) -> T:
+        if self._communicators.is_over:  # sums may have been broken off
+            raise DeviceLostError("a GPU of this worker failed: it ends, to be started anew")
+        return output
 
     def fail(self) -> None:
         super().fail()

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from ..device import mark_stream
 from ..errors import DeviceLostError, RankFailedError
 from ..model.ranks import ALONE, Rank
 from .host import HostRank, mailboxes
@@ -55,9 +56,11 @@ class AllRanks(Generic[T]):
     def __init__(self, runners: Sequence[T], ranks: Sequence[Rank], on_gpus: bool) -> None:
         self._runners, self._ranks, self._on_gpus = runners, ranks, on_gpus
         self._inboxes = [queue.SimpleQueue[Work[T]]() for _ in runners[1:]]
+        self._launched = [queue.SimpleQueue[torch.cuda.Event]() for _ in runners[1:]]
         self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         for number in range(1, len(runners)):
-            threading.Thread(target=self._run, args=(number,), name="rank", daemon=True).start()
+            for work in (self._run, self._wait) if on_gpus else (self._run,):
+                threading.Thread(target=work, args=(number,), name="rank", daemon=True).start()
 
     def run(self, other: Work[T], own: Callable[[], R], launched: bool = False) -> R:
         """``own`` on this thread, ``other`` on the other ranks meanwhile. ``launched``: they do not wait for
@@ -95,7 +98,17 @@ class AllRanks(Generic[T]):
             work, error = self._inboxes[number - 1].get(), None
             try:
                 work(self._runners[number])
+                if self._on_gpus:
+                    self._launched[number - 1].put(mark_stream(blocking=True))
             except Exception as raised:
                 self._ranks[number].fail()
                 error = raised
             self._ended.put(error)
+
+    def _wait(self, number: int) -> None:
+        """For the GPU of this rank: were it lost, the others would wait for its sums for ever."""
+        while True:
+            try:
+                self._launched[number - 1].get().synchronize()
+            except Exception:
+                self._ranks[number].fail()

@@ -123,7 +123,7 @@ class ModelRunner:
             else:
                 sampled, computed, prompt_logprobs = self._run_layers(batch, on_layer)
                 tokens = self._sample(batch, sampled, computed)
-        return lambda: StepOutput(*tokens(), prompt_logprobs)
+        return lambda: self.loaded.rank.checked(StepOutput(*tokens(), prompt_logprobs))
 
     def _run_layers(
         self, batch: Batch, on_layer: OnLayer | None
@@ -199,11 +199,12 @@ class ModelRunner:
         """The tokens of all sequences, once they are waited for; the sequences ``sampled`` have logits.
         Without any, the wait is for the keys and values."""
         states = [state for state in batch.sampling if state is not None]
+        rank, drawn = self.loaded.rank, None
         if not states:
+            rank.sum(torch.zeros(1, device=self.device))  # all have written their keys and values
             return _no_tokens(batch.num_seqs, passed(self.device))
         positions = batch.seq_lens if len(states) == batch.num_seqs else batch.seq_lens[sampled]
         newest_on_host = self._newest_on_host(batch, sampled)
-        rank, drawn = self.loaded.rank, None
         read_logprobs: Callable[[], dict[int, TokenLogprobs]] = dict
         if rank.number == 0:
             rows = SampledRows(states, positions, computed.newest, newest_on_host, computed.lengths)

@@ -155,8 +155,8 @@ class PrefillGraphs:
                     break
                 self._graphs.insert(0, self._record(size, record))
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
+            if model.rank.size > 1 or not is_out_of_memory(error):
+                raise  # else the other ranks would wait for what this one does not record
             _log.warning("prefill graphs: no memory for more than %d of %d", len(self._graphs), len(sizes))
         self._keep_faster(launched, time.monotonic() - start)
 

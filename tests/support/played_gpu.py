@@ -215,10 +215,11 @@ class PlayedGpu(TorchFunctionMode):
 
 class Event:
     """``gpu.step`` counts the steps that were launched: to wait for an event of the one that is being
-    launched is a wait for the device, one for an event of an earlier step is not."""
+    launched is a wait for the device, one for an event of an earlier step is not; nor is one in a thread of
+    its own (``blocking``)."""
 
-    def __init__(self, gpu: PlayedGpu) -> None:
-        self._gpu, self._step = gpu, -1
+    def __init__(self, gpu: PlayedGpu, blocking: bool = False) -> None:
+        self._gpu, self._step, self._beside = gpu, -1, blocking
 
     def record(self, stream: object = None) -> None:
         self._step = self._gpu.step
@@ -227,9 +228,10 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        if self._gpu.launching and self._step == self._gpu.step:
+        if self._gpu.launching and self._step == self._gpu.step and not self._beside:
             self._gpu.waits.append("an event of the step that is being launched")
-        self._gpu.passed(self._step)
+        if not self._beside:
+            self._gpu.passed(self._step)
 
 
 class Stream:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine.ranks.played_nccl import PlayedNccl
+from support.batches import HandSequence, make_batch
 from support.engines import engine_config
 from support.gpu_runs import BLOCK_SIZE, NUM_BLOCKS, generate, load, on_played_gpu
 from support.models import make_checkpoint
@@ -18,7 +21,9 @@ from splitserve.engine.cache.sharded_blocks import ShardedBlocks
 from splitserve.engine.errors import DeviceLostError
 from splitserve.engine.ranks import threads
 from splitserve.engine.ranks.nccl import Communicators
+from splitserve.engine.step import model_runner
 from splitserve.engine.step.model_runner import ModelRunner
+from splitserve.engine.step.prefill_graphs import PrefillGraphs
 from splitserve.kernels.reference import TorchKernels
 
 triton_interpreter.install()
@@ -116,3 +121,65 @@ def test_exact_bits_are_those_of_one_gpu(
             held.append((tokens, model.pool.checksums([9, 3, 1]), model.identity))
     assert held[0] == held[1]
     assert "gather" in nccl.calls
+
+
+def test_one_gpu_without_memory_for_prefill_graphs_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: PlayedNccl
+) -> None:
+    """The others would wait for its part of the next graph."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    record = PrefillGraphs._record
+
+    def fail_on_the_second(graphs: PrefillGraphs, *args: Any) -> Any:
+        if graphs._model.rank.number == 1:
+            raise RuntimeError("CUDA out of memory")
+        return record(graphs, *args)
+
+    with on_played_gpu(monkeypatch):
+        monkeypatch.setattr(PrefillGraphs, "_record", fail_on_the_second)
+        with pytest.raises(DeviceLostError, match="out of memory"):
+            load(tmp_path, num_gpus=SIZE)
+
+
+def test_a_step_is_over_when_all_gpus_have_written_their_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: PlayedNccl
+) -> None:
+    """Without a token or a layer that is waited for, too."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    with on_played_gpu(monkeypatch) as gpu:
+        runner = load(tmp_path, num_gpus=SIZE).runner
+        assert isinstance(runner, ModelRunner)
+        batch = make_batch([(HandSequence(list(range(12)), [2, 5]), 3)], BLOCK_SIZE)
+        before = len(nccl.calls)
+        with gpu.launch():
+            output = runner.launch(batch)
+        assert nccl.calls[before:][-SIZE:] == ["sum"] * SIZE
+        assert output().token_ids.tolist() == [-1]
+
+
+def test_a_lost_gpu_ends_the_step_that_the_others_have_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: PlayedNccl
+) -> None:
+    """Sums that were broken off give no tokens."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    begun, ended = threading.Event(), threading.Event()
+
+    class Lost:
+        def synchronize(self) -> None:
+            begun.wait()
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def arrived() -> None:
+        begun.set()
+        assert ended.wait(20), "a sum waits for a lost GPU for ever"
+
+    with on_played_gpu(monkeypatch) as gpu:
+        runner = load(tmp_path, num_gpus=SIZE).runner
+        assert isinstance(runner, ModelRunner)
+        monkeypatch.setattr(threads, "mark_stream", lambda blocking: Lost())
+        monkeypatch.setattr(model_runner, "passed", lambda _: arrived)
+        monkeypatch.setattr(nccl, "ncclCommAbort", lambda handle: ended.set())
+        with gpu.launch():
+            output = runner.launch(make_batch([(HandSequence(list(range(12)), [2, 5]), 3)], BLOCK_SIZE))
+        with pytest.raises(DeviceLostError, match="a GPU of this worker failed"):
+            output()
