@@ -64,7 +64,6 @@ class Membership:
     ) -> None:
         self._incarnation, self._limits = incarnation, limits
         self._pools, self._machine, self._flips, self._forecast = pools, machine, flips, forecast
-        self._alive = Alive(coordinator=incarnation)
         self._fenced: dict[WorkerId, float] = {}
         self._refused: dict[str, tuple[float, OtherVersion]] = {}  # when last, by worker id
         self._num_probes = 0  # that are still to be sent to all
@@ -107,10 +106,7 @@ class Membership:
             self._forecast.report(worker, load)
         held = set(from_u32(load.dispatches))
         worker.held, worker.held_at = held, now
-        misfit = worker.misfit
-        replies: list[Message] = [
-            Alive(coordinator=self._incarnation, misfit=misfit) if misfit else self._alive
-        ]
+        replies: list[Message] = [self._alive(worker)]
         if worker.drain is not None:
             replies.append(worker.drain)
         actions: list[Action] = [Send(worker.id, reply) for reply in replies]
@@ -155,7 +151,10 @@ class Membership:
             if probes_all
             else self._pools.overdue(self._limits.heartbeat_s, now)
         )
-        return [*actions, *(Send(worker.id, self._alive) for worker in silent)]
+        return [*actions, *(Send(worker.id, self._alive(worker)) for worker in silent)]
+
+    def _alive(self, worker: WorkerRecord) -> Alive:
+        return Alive(coordinator=self._incarnation, misfit=worker.misfit)
 
     def connection_lost(self) -> None:
         """Find out, with the next checks, which worker's connection has ended."""

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from support.lifecycle_bench import MODEL, Bench, sent
 
 from splitserve.coordinator.lifecycle.actions import Send
-from splitserve.transport.messages.messages import OtherVersion, Prefill
+from splitserve.transport.messages.messages import Alive, OtherVersion, Prefill
 
 
 def test_a_worker_of_another_version_keeps_no_request_out() -> None:
@@ -35,3 +35,13 @@ def test_a_prompt_goes_only_where_its_blocks_fit_or_stay(mixed: bool) -> None:
         homes.add(sending.worker[0])
         assert sending.worker[0][-1] == sending.message.decode.worker_id[-1]
     assert homes == {"prefill0", "prefill1"}
+
+
+def test_a_worker_that_fits_none_never_hears_that_it_does() -> None:
+    """Not by a message that only tries its connection either: it would be ready for a second."""
+    bench = Bench()
+    bench.core.pools.remove(bench.core.pools.workers["d", 1], "gone")
+    bench.hello("x", "decode", model=replace(MODEL, block_size=8))
+    bench.core.connection_lost()
+    probes = sent(bench.core.tick(bench.now), Alive)
+    assert ["gets no work" in alive.misfit for alive in probes] == [True, True]
