@@ -84,7 +84,7 @@ def numerics(device: torch.device, exact: bool, num_ranks: int = 1) -> str:
     if not exact:
         return "fast"
     if num_ranks > 1:
-        return f"{numerics(device, exact)}, summed over {num_ranks} ranks"
+        return f"{numerics(device, exact)}, experts with --tensor-parallel-size {num_ranks}"
     if device.type == "cuda":
         import triton
 

@@ -145,7 +145,7 @@ def test_exact_experts_are_summed_over_ranks_and_say_so(tmp_path: Path) -> None:
     chunked = prefill(runner, prompt, 7, 16)
     np.testing.assert_array_equal(runner.kv_cache.block_bytes_view[chunked.blocks[:4]], blocks)
     assert decoded(runner, chunked) == decoded(runner, whole)
-    assert runner.loaded.numerics.endswith("summed over 2 ranks")
+    assert runner.loaded.numerics.endswith("experts with --tensor-parallel-size 2")
 
 
 def test_a_model_that_cannot_be_split_so(tmp_path: Path) -> None:
