@@ -183,3 +183,22 @@ def test_a_lost_gpu_ends_the_step_that_the_others_have_begun(
             output = runner.launch(make_batch([(HandSequence(list(range(12)), [2, 5]), 3)], BLOCK_SIZE))
         with pytest.raises(DeviceLostError, match="a GPU of this worker failed"):
             output()
+
+
+@pytest.mark.parametrize("graphs", ["_graphs", "_prefill_graphs"])
+def test_a_graph_that_one_gpu_does_not_replay_ends_the_worker(
+    graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: PlayedNccl
+) -> None:
+    """The others would wait in theirs, or meet the next step's."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no copy")
+
+    with on_played_gpu(monkeypatch) as gpu:
+        runner = load(tmp_path, num_gpus=SIZE).runner
+        assert isinstance(runner, ModelRunner)
+        monkeypatch.setattr(nccl, "_collective", lambda *_: 0)  # as on a GPU, no thread waits
+        monkeypatch.setattr(getattr(runner, graphs), "logits", fail)
+        with pytest.raises(DeviceLostError, match="no copy"):
+            generate(runner, gpu)
