@@ -155,6 +155,7 @@ def system_snapshot(core: Lifecycle) -> SystemSnapshot:
     """Return the system's state for /metrics and the dashboard."""
     return SystemSnapshot(
         ready=is_ready(core),
+        gap=core.pools.gap,
         num_waiting=len(core.queue),
         num_running=len(core.requests) - len(core.queue),
         workers=[_worker_snapshot(worker) for worker in core.pools.workers.values()],

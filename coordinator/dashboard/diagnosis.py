@@ -70,15 +70,10 @@ def _missing(w: Window) -> Iterator[Finding]:
         what = f"No {absent[0]} worker is connected.{waits}"
         yield Finding("no_workers", "bad", what, f"Start one: `splitserve {absent[0]}`.")
     elif not w.ready:
-        yield Finding(
-            "not_ready",
-            "warn",
-            (
-                "Not ready: no request has gone from prefill to decode, or the last ones all failed in "
-                "one stage; /ready says which."
-            ),
-            "That is tried by itself as soon as workers of both roles fit together.",
-        )
+        unproven = "no request has gone from prefill to decode, or the last ones all failed in one stage; "
+        why = w.gap or f"{unproven}/ready says which"
+        then = "That is tried by itself as soon as workers of both roles fit together."
+        yield Finding("not_ready", "warn", f"Not ready: {why}.", then)
     for role, pool in w.pools.items():
         missing = int(w.most_workers.get(role, 0.0) - pool.num_workers)
         if w.lost and missing > 0 and pool.num_workers:

@@ -65,6 +65,7 @@ class Window:
 
     seconds: float = 60.0
     ready: bool = True
+    gap: str = ""
     num_ended: int = 0
     num_measured: int = 0
     stages: Mapping[str, float] = field(default_factory=dict)  # mean seconds of a request, by stage
@@ -162,6 +163,7 @@ class LoadWindow:
         return Window(
             seconds=sum(t.seconds for t in tallies),
             ready=system.ready,
+            gap=system.gap,
             num_ended=sum(t.num_ended for t in tallies),
             num_measured=num_measured,
             stages=dict(zip(NAMES, seconds.tolist(), strict=True)),

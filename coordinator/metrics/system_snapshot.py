@@ -39,6 +39,7 @@ class SystemSnapshot:
     start."""
 
     ready: bool = False
+    gap: str = ""  # why no workers can serve requests
     num_waiting: int = 0  # requests not yet dispatched
     num_running: int = 0  # dispatched and not ended
     workers: Sequence[WorkerSnapshot] = ()

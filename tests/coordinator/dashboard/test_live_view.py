@@ -109,6 +109,13 @@ def test_the_window_is_the_last_minute_and_the_findings_go_by_it() -> None:
     assert [finding["kind"] for finding in view.state(182.0, system)["findings"]] == ["idle"]
 
 
+def test_workers_that_do_not_fit_are_found_with_the_reason() -> None:
+    gap = "prefill worker p and decode worker d do not fit together: their dtype differs"
+    system = SystemSnapshot(gap=gap, workers=[worker("decode", 0), worker("prefill", 0)])
+    (finding,) = LiveView(0.0, wall=5000.0).state(1.0, system)["findings"]
+    assert finding["what"] == f"Not ready: {gap}."
+
+
 def test_a_worker_that_starts_anew_counts_from_zero() -> None:
     view = LiveView(0.0, 0.0)
     for now, tokens in ((2.0, 1000.0), (4.0, 1100.0), (6.0, 40.0)):

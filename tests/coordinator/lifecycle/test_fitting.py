@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from support.lifecycle_bench import MODEL, Bench, sent
 
 from splitserve.coordinator.lifecycle.actions import Send
+from splitserve.coordinator.socket_dispatcher import system_snapshot
 from splitserve.transport.messages.messages import Alive, OtherVersion, Prefill
 
 
@@ -45,3 +46,4 @@ def test_a_worker_that_fits_none_never_hears_that_it_does() -> None:
     bench.core.connection_lost()
     probes = sent(bench.core.tick(bench.now), Alive)
     assert ["gets no work" in alive.misfit for alive in probes] == [True, True]
+    assert "do not fit together" in system_snapshot(bench.core).gap
