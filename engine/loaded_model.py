@@ -205,12 +205,11 @@ class LoadedModel:
     def cache_size(self) -> KVCacheSize:
         """Size the KV cache by the memory that is free now, and claim it where that is the host's. Raises
         OutOfMemoryError."""
-        engine, weights, own = self._engine, self._weight_bytes, self.own_layout.block_bytes
+        engine, weights = self._engine, self._weight_bytes
         wish = wish_of(engine, self.layout, self.config.max_model_len, self.device)
-        if self.device.type != "cpu" and own < wish.block_bytes:
-            of_all = wish.num_bytes
-            part = None if of_all is None else of_all * own // wish.block_bytes
-            wish = replace(wish, block_bytes=own, num_bytes=part)
+        if self.device.type != "cpu":
+            part = None if wish.num_bytes is None else wish.num_bytes // self.rank.size
+            wish = replace(wish, block_bytes=self.own_layout.block_bytes, num_bytes=part)
         with self._claims.turn() as others:
             pending = others.pending
             if self.device.type == "cuda":

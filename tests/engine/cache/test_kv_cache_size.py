@@ -31,7 +31,7 @@ from splitserve.engine.cache.kv_cache_size import (
 from splitserve.engine.cache.memory_claims import MemoryClaims
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.model.config import ModelConfig
-from splitserve.engine.model.ranks import ALONE
+from splitserve.engine.model.ranks import ALONE, Rank
 from splitserve.engine.step.model_runner import ModelRunner
 
 SHAPES = {
@@ -244,7 +244,12 @@ CARD = 80 * GIB
 
 
 def sized(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, card: int = CARD, others: int = 0, **options: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    card: int = CARD,
+    others: int = 0,
+    rank: Rank = ALONE,
+    **options: Any,
 ) -> tuple[KVCacheSize, int]:
     """The KV cache of an 8B model that has just been loaded on a played card, where ``others`` take bytes
     too, and the card's free bytes then. The host is small."""
@@ -258,10 +263,10 @@ def sized(
         loaded.config, loaded.device = ModelConfig.from_folder(folder), torch.device("cuda", 0)
         loaded.dtype, loaded._claims = torch.bfloat16, MemoryClaims("c", folder / "claims")
         loaded.layout = layout = KVCacheLayout.of(loaded.config, 64, loaded.dtype)
-        loaded.rank, loaded._engine, loaded._weight_bytes = ALONE, engine, 0
-        loaded.own_heads = slice(0, loaded.config.num_kv_heads)
+        loaded.rank, loaded._engine, loaded._weight_bytes = rank, engine, 0
+        loaded.own_heads = rank.kv_heads(loaded.config.num_kv_heads)
         size = loaded.cache_size()
-        assert size.num_blocks * layout.block_bytes < gpu.free_bytes
+        assert size.num_blocks * loaded.own_layout.block_bytes < gpu.free_bytes
         return size, gpu.free_bytes
 
 
@@ -271,6 +276,16 @@ def test_a_cache_takes_nine_tenths_of_a_gpu_whatever_the_host_has(
     size, free = sized(tmp_path, monkeypatch)
     assert 0.84 * free < size.num_blocks * BLOCK_8B < 0.9 * free
     assert size.max_model_len == 131_072
+
+
+@pytest.mark.parametrize("size", [2, 16])
+def test_a_size_that_is_asked_for_is_of_all_gpus_together(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 16 each of the eight KV heads is on two."""
+    found, _ = sized(tmp_path, monkeypatch, rank=Rank(1, size), kv_cache_gib=16)
+    num_bytes = found.num_blocks * BLOCK_8B * max(1, 8 // size) // 8
+    assert 0.99 * 16 * GIB / size < num_bytes <= 16 * GIB / size
 
 
 def test_a_length_that_a_small_card_cannot_hold_is_lowered(
