@@ -262,7 +262,7 @@ def sized(
         loaded = loaded_model.LoadedModel.__new__(loaded_model.LoadedModel)
         loaded.config, loaded.device = ModelConfig.from_folder(folder), torch.device("cuda", 0)
         loaded.dtype, loaded._claims = torch.bfloat16, MemoryClaims("c", folder / "claims")
-        loaded.layout = layout = KVCacheLayout.of(loaded.config, 64, loaded.dtype)
+        loaded.layout = KVCacheLayout.of(loaded.config, 64, loaded.dtype)
         loaded.rank, loaded._engine, loaded._weight_bytes = rank, engine, 0
         loaded.own_heads = rank.kv_heads(loaded.config.num_kv_heads)
         size = loaded.cache_size()
