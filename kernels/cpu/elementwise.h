@@ -61,27 +61,30 @@ struct Gelu : Silu {
 };
 struct ClampedSilu {
   static vf slope(vf x) { return x * 1.702f; }
-  static float slope(float x) { return x * 1.702f; }
   static vf gate(vf x) { return vmin(x, splat(7.0f)); }
-  static float gate(float x) { return x < 7.0f ? x : 7.0f; }
   static vf up(vf x) { return vmax(vmin(x, splat(7.0f)), splat(-7.0f)) + 1.0f; }
-  static float up(float x) { return (x < -7.0f ? -7.0f : x < 7.0f ? x : 7.0f) + 1.0f; }
 };
 
+template <class Gate, class T>
+static void gate_mul_some(const T* gate, const T* up, T* out) {
+  const vf x = Gate::gate(load(gate));
+  store(out, x / (vexp(-Gate::slope(x)) + 1.0f) * Gate::up(load(up)));
+}
+
+// The last numbers of a row like the others: a rank's part of a row has the bits of the whole.
 template <class Gate, class T>
 static void gate_mul_of(const T* gate_up, T* y, int64_t n, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const T *gate = gate_up + row * 2 * n, *up = gate + n;
     T* out = y + row * n;
     int64_t i = 0;
-    for (; i + W <= n; i += W) {
-      const vf x = Gate::gate(load(gate + i));
-      store(out + i, x / (vexp(-Gate::slope(x)) + 1.0f) * Gate::up(load(up + i)));
-    }
-    for (; i < n; ++i) {
-      const float x = Gate::gate(widen(gate[i]));
-      narrow(out + i, x / (std::exp(-Gate::slope(x)) + 1.0f) * Gate::up(widen(up[i])));
-    }
+    for (; i + W <= n; i += W) gate_mul_some<Gate>(gate + i, up + i, out + i);
+    if (i == n) continue;
+    T gates[W] = {}, ups[W] = {}, outs[W];
+    std::copy(gate + i, gate + n, gates);
+    std::copy(up + i, up + n, ups);
+    gate_mul_some<Gate>(gates, ups, outs);
+    std::copy(outs, outs + (n - i), out + i);
   }
 }
 
