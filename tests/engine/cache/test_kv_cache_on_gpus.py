@@ -1,4 +1,4 @@
-"""How large a KV cache is on a GPU, and on several: by what one that is played has free."""
+"""How large a KV cache is on a GPU, and on several, by the memory that is free on a played one."""
 
 from __future__ import annotations
 
