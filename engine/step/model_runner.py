@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...kernels.interface import HostKernels, Kernels
 from ...transport.messages.messages import TokenLogprobs
+from ...transport.process.heap import seldom_collected
 from ..device import Arrival, bring, passed, send_all
 from ..engine_config import WARM_UP_TOKENS, EngineConfig
 from ..loaded_model import LoadedModel, load_ranks
@@ -155,11 +157,13 @@ class ModelRunner:
         captures decode steps. Raises OutOfMemoryError.
 
         On a GPU this is done in a thread that ends: cuBLAS makes a handle and a workspace for each thread,
-        and the next thread, the one that computes, takes over what an ended one leaves."""
+        and the next thread, the one that computes, takes over what an ended one leaves. Triton parses kernels
+        in the thread of each rank; a collection that begins meanwhile can confuse Python's parser."""
         if self.device.type == "cpu":
             self._warm_up((16,))
             return
-        with ThreadPoolExecutor(1, "warm-up") as thread:
+        never = seldom_collected(0) if len(self.ranks) > 1 else nullcontext()
+        with never, ThreadPoolExecutor(1, "warm-up") as thread:
             thread.submit(
                 self._warm_up, (*WARM_UP_TOKENS, self._max_prefill_tokens or WARM_UP_TOKENS[0])
             ).result()

@@ -174,7 +174,7 @@ class Event:
 
     played: ClassVar[list[Event]] = []
 
-    def __init__(self) -> None:
+    def __init__(self, blocking: bool = False) -> None:
         self.is_over, self.waited_for = False, False
 
     def record(self, stream: object) -> None:

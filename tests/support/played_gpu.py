@@ -247,7 +247,7 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
     gpu = PlayedGpu()
     gpu.free_bytes = gpu.total_bytes = free_bytes
     gpu.streams.entered = []
-    interpreting = threading.Lock()  # its grid is a global
+    interpreting = threading.Lock()  # its grid is a global, and it parses its functions
 
     @contextmanager
     def on(stream: Stream | None) -> Iterator[None]:
@@ -285,13 +285,13 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> It
             current = [getattr(gpu.streams, "gpu", 0), *getattr(gpu.streams, "entered", [])][-1]
             assert {x.index for x in given} == {current}, "a kernel is launched on another GPU"
             on_host = {name: on_host_memory(value) for name, value in kwargs.items()}
-            with interpreting:
-                launch(executor, *(on_host_memory(x) for x in args), **on_host)
+            launch(executor, *(on_host_memory(x) for x in args), **on_host)
 
     def note_and_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with torch._C.DisableTorchFunction():
             gpu.launched(kernel, args, options)
-        interpret(kernel, *args, grid=grid, warmup=warmup, **options)
+        with interpreting:
+            interpret(kernel, *args, grid=grid, warmup=warmup, **options)
 
     monkeypatch.setattr(threading.Thread, "_bootstrap_inner", run_with_gpu)
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", note_and_launch)

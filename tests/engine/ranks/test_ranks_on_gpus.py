@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,16 @@ def test_a_worker_of_two_gpus(
         alone = ModelRunner(whole)
         expected, followed = generate(alone)
     with on_played_gpu(monkeypatch) as gpu:
-        model = load(tmp_path, num_gpus=SIZE)
+        with monkeypatch.context() as patched:
+            collective, thresholds = nccl._collective, set[int]()
+            patched.setattr(
+                nccl,
+                "_collective",
+                lambda *args: (thresholds.add(gc.get_threshold()[0]), collective(*args))[1],
+            )
+            model = load(tmp_path, num_gpus=SIZE)
+        assert thresholds == {0}, "no collection while several threads parse"
+        assert gc.get_threshold()[0]
         runner = model.runner
         assert isinstance(runner, ModelRunner)
         assert [str(each.device) for each in runner.ranks] == ["cuda:0", "cuda:1"]
