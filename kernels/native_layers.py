@@ -71,7 +71,7 @@ class NativeLayers:
 
 
 def plane_heads(pool: Tensor) -> int:
-    """The heads that lie side by side in memory, of which ``pool`` may be a view of some."""
+    """How many heads lie side by side in memory; ``pool`` may be a view of some of them."""
     _, layers, planes, _, block_size, row = pool.shape
     run = block_size * row
     plane = pool.stride(2)

@@ -139,7 +139,7 @@ def parts_of(weight: Weight | Sequence[Weight]) -> Sequence[Weight]:
 
 def selected_rows(parts: Sequence[Weight], rows: Tensor) -> list[Weight]:
     """The outputs ``rows`` (int64) of several weights side by side: those of the first part, then those of
-    the second. A part of which none is wanted is left out."""
+    the second. Parts without any of these are left out."""
     selected: list[Weight] = []
     start = taken = 0
     for part in parts:

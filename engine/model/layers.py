@@ -90,8 +90,8 @@ class LayerLoader:
         return self._linear([self.placed(part) for part in weight], biases)
 
     def row(self, name: str, bias: bool, centred: bool = False) -> Linear:
-        """A sum over ranks, or in exact mode a part of the outputs on each (``ranks.py``). ``centred``: their
-        mean is subtracted from each."""
+        """A sum over ranks, or in exact mode a part of the outputs on each (``ranks.py``). ``centred``: the
+        mean of all outputs is subtracted from each."""
         rank, weight = self.rank, self.stored_weight(name)
         if rank.size > 1 and not self.exact:
             weight = self.own_columns(weight, name)

@@ -31,7 +31,7 @@ class HostRank(Rank):
         self._others = [other for other in range(self.size) if other != number]
 
     def sum(self, x: Tensor) -> Tensor:
-        """In float32, in the order of ranks. Nobody writes to a tensor that was given away."""
+        """In float32, in the order of ranks. A tensor that others were given is not written to any more."""
         first, second, *more = self._parts(x)
         total = first.float() + second
         for part in more:
