@@ -153,7 +153,7 @@ class FakeFleet:
             self.num_sent += decode.send(joined)
         self.num_sent += worker.send(first)
         self.last_prompt = b"".join(
-            chain(root_hash(MODEL.kv_name, spec.salt), spec.token_ids, MODEL.block_size)
+            chain(root_hash(MODEL.kv_name, spec.salt, spec.adapter), spec.token_ids, MODEL.block_size)
         )
 
     # --- messages ------------------------------------------------------------------------------------------

@@ -206,8 +206,8 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
             self._drop(older.key)
         tokens = u32_array(spec.token_ids)
         output = [*tokens[spec.num_prompt_tokens :], join.handoff.token]
-        state = SamplingState(spec.sampling, tokens[: spec.num_prompt_tokens], output)
-        last_hash = join.last_hash or root_hash(self._kv_name, spec.salt)
+        state = SamplingState(spec.sampling, tokens[: spec.num_prompt_tokens], output, adapter=spec.adapter)
+        last_hash = join.last_hash or root_hash(self._kv_name, spec.salt, spec.adapter)
         self._actions.append(ToCoordinator(join.message(len(output) - 1)))
         self.scheduler.join(
             join.key,

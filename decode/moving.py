@@ -127,7 +127,7 @@ class Moving:
         state, order, deadline_s = sequence.state, leaving.order, max(0.0, sequence.deadline - now)
         tokens = u32([*state.prompt_token_ids, *state.output_token_ids[:-1]])
         spec = replace(order.spec, token_ids=tokens, prompt_logprobs=None, deadline_s=deadline_s)
-        hashes = chain(root_hash(self._kv_name, spec.salt), tokens, self._scheduler.block_size)
+        hashes = chain(root_hash(self._kv_name, spec.salt, spec.adapter), tokens, self._scheduler.block_size)
         blocks = sequence.blocks[: -(-spec.num_tokens // self._scheduler.block_size)]  # more: a step raised
         self.sender.offer(order.decode, spec, len(blocks), hashes, now)
         self.sender.finish(there, blocks, state.output_token_ids[-1], sequence.last_logprobs, now)

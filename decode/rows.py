@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.step.batch import Batch, StepOutput
+from ..engine.step.batch import Batch, StepOutput, adapters_of
 from ..transport.messages.messages import FinishReason
 from .sequences import DecodeSequence
 
@@ -131,6 +131,7 @@ class DecodeRows:
             slot_mapping=slots.copy(),
             sampling=[sequence.state for sequence in self.sequences],
             fed_from=fed_from.copy(),
+            adapters=adapters_of([sequence.state.adapter for sequence in self.sequences]),
         )
         filling: list[int] = (seq_lens % self.block_size == 0).nonzero()[0].tolist()
         step = DecodeStep(
@@ -162,6 +163,7 @@ class DecodeRows:
             slot_mapping=blocks * self.block_size + positions % self.block_size,
             sampling=[sequence.state for sequence in owners],
             prompt_logprobs=[None] * len(rows),
+            adapters=adapters_of([sequence.state.adapter for sequence in owners]),
         )
         filling: list[int] = (drafted.seq_lens % self.block_size == 0).nonzero()[0].tolist()
         return DecodeStep(

@@ -28,6 +28,7 @@ from .gpu.provided_attention import ProvidedAttention
 from .gpu.quantised_linear import QuantisedLinear
 from .gpu.rope_store import rope_and_store
 from .interface import AttentionInputs, ExpertWeights, LayerParts, Linear, MixtureWeights, joined
+from .low_rank import TorchLowRank
 from .quantised import QuantisedWeight, Scheme, Weight, joined_weight, parts_of, quantise
 from .reference import SplitLinear, TorchLinear
 
@@ -93,6 +94,9 @@ class CudaKernels:
         if isinstance(weight, Tensor) and self._scheme in ("int8", "int4"):
             weight = quantise(weight, "int8")
         return self._quantised([weight], None) if isinstance(weight, QuantisedWeight) else self._wide(weight)
+
+    def low_rank(self, in_features: int, out_features: int, max_rank: int, num_slots: int) -> TorchLowRank:
+        return TorchLowRank()
 
     def _wide(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ExactLinear(weight, bias) if self._exact else TorchLinear(weight, bias)

@@ -103,6 +103,21 @@ class RoundingLinear(Linear):
         """Of ``Kernels.gate_mul``."""
 
 
+class LowRank(Protocol):
+    """The updates B A of one ``Linear`` by several adapters, each in a slot of its own."""
+
+    def put(self, slot: int, a: Tensor, b: Tensor) -> None:
+        """a [rank, in_features], b [out_features, rank], on the host or the device, of any float type; a rank
+        up to ``max_rank``. No step that runs meanwhile uses the slot."""
+
+    def clear(self, slot: int) -> None:
+        """The slot adds nothing any more."""
+
+    def add(self, out: Tensor, x: Tensor, slots: Tensor) -> None:
+        """out += B A x in place, by row: out [num_tokens, out_features], x [num_tokens, in_features], slots
+        int32 [num_tokens], negative: nothing is added. A row's bits do not depend on the others."""
+
+
 def joined(weight: Weight | Sequence[Weight]) -> Tensor:
     """What ``Kernels.linear`` gets, as one matrix; dequantised to float32."""
     wide = [part if isinstance(part, Tensor) else part.dequantised() for part in parts_of(weight)]
@@ -220,6 +235,10 @@ class Kernels(Protocol):
     def head(self, weight: Weight) -> Linear:
         """Prepare weight [vocab_size, hidden_size], hidden states to logits: as ``linear``, but never in
         float8, where close logits would change places."""
+        ...
+
+    def low_rank(self, in_features: int, out_features: int, max_rank: int, num_slots: int) -> LowRank:
+        """Slots that are all clear. On a GPU their memory is taken now."""
         ...
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

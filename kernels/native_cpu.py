@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _cpu
 from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, MixtureWeights, RopeInputs, joined
+from .low_rank import TorchLowRank
 from .measured_choice import NEVER, ROWS, KernelChoices, rows_of_onednn
 from .mixture_shape import ACTIVATIONS, Activation
 from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, plane_heads
@@ -123,6 +124,9 @@ class NativeCpuKernels:
         name = f"{n}x{k}"
         self._onednn_rows[name] = self._choices.get(name, measure)
         return self._onednn_rows[name]
+
+    def low_rank(self, in_features: int, out_features: int, max_rank: int, num_slots: int) -> TorchLowRank:
+        return TorchLowRank()
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return table.index_select(0, token_ids).to(dtype)

@@ -21,6 +21,7 @@ from .interface import (
     RopeInputs,
     joined,
 )
+from .low_rank import TorchLowRank
 from .mixture_shape import Activation, MixtureShape
 from .quantised import QuantisedWeight, Weight, parts_of, rounded_rows
 
@@ -132,6 +133,9 @@ class TorchKernels:
 
     def head(self, weight: Weight) -> Linear:
         return self.linear(weight, None)
+
+    def low_rank(self, in_features: int, out_features: int, max_rank: int, num_slots: int) -> TorchLowRank:
+        return TorchLowRank()
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return table.index_select(0, token_ids).to(dtype)

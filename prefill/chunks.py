@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.step.batch import Batch, SamplingState
+from ..engine.step.batch import Batch, SamplingState, adapters_of
 from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import Peer, PeerId, RequestSpec
 
@@ -161,6 +161,7 @@ def batch_of(chunks: Sequence[Chunk], block_size: int) -> Batch:
         sampling=[c.sampling for c in chunks],
         prompt_logprobs=[c.sequence.spec.prompt_logprobs for c in chunks],
         next_prompt_ids=[c.next_prompt_ids for c in chunks],
+        adapters=adapters_of([c.sequence.state.adapter for c in chunks]),
     )
 
 
@@ -184,4 +185,5 @@ def _batch_of_one(chunk: Chunk, block_size: int) -> Batch:
         sampling=[chunk.sampling],
         prompt_logprobs=[chunk.sequence.spec.prompt_logprobs],
         next_prompt_ids=[chunk.next_prompt_ids],
+        adapters=adapters_of([chunk.sequence.state.adapter]),
     )

@@ -94,8 +94,8 @@ class PrefillScheduler:
             spec=spec,
             decode=decode,
             token_ids=np.frombuffer(spec.token_ids, "<u4").astype(np.int32),
-            hashes=chain(root_hash(self._kv_name, spec.salt), spec.token_ids, self.block_size),
-            state=SamplingState(spec.sampling, prompt, output),
+            hashes=chain(root_hash(self._kv_name, spec.salt, spec.adapter), spec.token_ids, self.block_size),
+            state=SamplingState(spec.sampling, prompt, output, adapter=spec.adapter),
             arrival=now,
             deadline=now + spec.deadline_s,
         )

@@ -108,6 +108,7 @@ class Request:
     arrival: float
     deadline: float
     priority: int = 0  # among the requests of one tenant: lower is sooner
+    adapter: str = ""  # named by its content, as workers report it; empty: none
     salt: bytes = b""  # of the block hashes: prefix caches are shared only between requests of equal salt
     session: str = ""  # requests of one session prefer the same workers
     prompt_logprobs: int | None = None
@@ -197,7 +198,7 @@ class Request:
         block."""
         model = worker.hello.model
         first = self.token_bytes()[: 4 * model.block_size]
-        hashes = chain(root_hash(model.kv_name, self.salt), first, model.block_size)
+        hashes = chain(root_hash(model.kv_name, self.salt, self.adapter), first, model.block_size)
         return hashes[0] if hashes else None
 
     def hashes(self, worker: WorkerRecord) -> list[bytes]:
@@ -205,7 +206,8 @@ class Request:
         them."""
         model = worker.hello.model
         if self._named is None or self._named[:2] != (model.kv_name, self.num_tokens):
-            hashes = chain(root_hash(model.kv_name, self.salt), self.token_bytes(), model.block_size)
+            root = root_hash(model.kv_name, self.salt, self.adapter)
+            hashes = chain(root, self.token_bytes(), model.block_size)
             self._named = (model.kv_name, self.num_tokens, hashes)
         return self._named[2]
 
@@ -229,6 +231,7 @@ class Request:
             deadline_s=max(0.0, self.deadline - now),
             traceparent=self.traceparent,
             answer_id=self.answer_id,
+            adapter=self.adapter,
         )
 
 

@@ -73,7 +73,9 @@ class TraceLog:
             "num_prompt_tokens": len(request.prompt_token_ids),
             "num_output_tokens": ended.num_output_tokens,
         }
-        hashes = chain(root_hash(self._root, request.salt), u32(request.prompt_token_ids), BLOCK_SIZE)
+        hashes = chain(
+            root_hash(self._root, request.salt, request.adapter), u32(request.prompt_token_ids), BLOCK_SIZE
+        )
         if hashes:
             row["block_hashes"] = [one.hex()[:HASH_DIGITS] for one in hashes]
         if request.session:

@@ -30,6 +30,8 @@ class SamplingState:
     output_token_ids: list[int]
     matcher: TokenMatcher | None = None
     """Set before the sequence takes part in a step that samples, where ``params`` has a grammar."""
+    adapter: str = ""
+    """Names the adapter by its content; empty: the model's own weights alone."""
     plain_greedy: bool = field(init=False)
     """Greedy, and nothing else: an argmax will do (min_tokens is looked at separately by the sampler)."""
 
@@ -80,6 +82,7 @@ class Batch:
                                                   chunk's tokens (one fewer if the chunk ends the prompt)
     fed_from        int32 [num_tokens] or None    for a step made while the last one ran: the row of that one
                                                   whose sampled token is the input; -1: in ``token_ids``
+    adapters        one entry a sequence, or ()   see ``SamplingState.adapter``; (): none has one
     """
 
     token_ids: NDArray[np.int32]
@@ -92,6 +95,7 @@ class Batch:
     prompt_logprobs: Seq[int | None] = ()
     next_prompt_ids: Seq[list[int]] = ()
     fed_from: NDArray[np.int32] | None = None
+    adapters: Seq[str] = ()
 
     @property
     def num_seqs(self) -> int:
@@ -132,6 +136,7 @@ class Batch:
             prompt_logprobs=[*[None] * num_rows, *chunks.prompt_logprobs],
             next_prompt_ids=[*[[]] * num_rows, *chunks.next_prompt_ids],
             fed_from=fed_from,
+            adapters=adapters_of(self.adapters or [""] * num_rows, chunks.adapters or [""] * chunks.num_seqs),
         )
 
 
@@ -163,6 +168,12 @@ class StepOutput:
                 {row - num_rows: entries for row, entries in self.prompt_logprobs.items() if row >= num_rows},
             ),
         )
+
+
+def adapters_of(*names: Seq[str]) -> Seq[str]:
+    """Return ``Batch.adapters`` of the sequences with these, one after the other."""
+    joined = [name for part in names for name in part]
+    return joined if any(joined) else ()
 
 
 def last_output_index(state: SamplingState, max_model_len: int) -> int:

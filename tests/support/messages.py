@@ -25,6 +25,7 @@ SPEC = m.RequestSpec(
     sampling=SAMPLING,
     deadline_s=9.5,
     answer_id=b"a" * 16,
+    adapter="0a1b",
 )
 LOGPROBS = m.TokenLogprobs(logprob=-float("inf"), top_ids=(4, 5), top_logprobs=(-0.5, -1.0))
 STEP = m.StepTokens(
@@ -40,7 +41,8 @@ EXAMPLES: list[m.Message] = [
     m.Load(worker_id="p0", incarnation=1, blocks_free=1, blocks_cached=2, blocks_used=3, blocks_leased=4,
            num_running=5, num_waiting=6, num_waiting_tokens=7, steps=8, busy=True, accepting=False,
            counters={"a": 1.0}),
-    m.BlockEvents(worker_id="p0", incarnation=1, reset=True, stored=b"h" * 32, answers_kept=b"a" * 16),
+    m.BlockEvents(worker_id="p0", incarnation=1, reset=True, stored=b"h" * 32, answers_kept=b"a" * 16,
+                  adapters=(m.Adapter(name="sql", content="0a1b"),)),
     m.FirstToken(coordinator=1, dispatch=2, index=0, token=None, prompt_logprobs=(LOGPROBS, LOGPROBS),
                  finished="length"),
     m.Joined(coordinator=1, dispatch=2, index=0, token=5, logprobs=LOGPROBS),

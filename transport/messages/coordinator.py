@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from .fields import (
+    MAX_ADAPTERS,
     MAX_REQUEST_TOKENS,
     MAX_ROWS,
     WIRE_VERSION,
+    Adapter,
     Address,
     AnswerColumn,
     AnswerId,
@@ -102,6 +104,8 @@ class BlockEvents(Message, frozen=True, kw_only=True):
     removed: HashColumn = b""
     answers_kept: AnswerColumn = b""  # a decode worker's: that a client may have resumed from now on
     answers_dropped: AnswerColumn = b""
+    adapters: Annotated[tuple[Adapter, ...], Meta(max_length=MAX_ADAPTERS)] | None = None
+    """All that are ready; None: as in the report before. After ``reset`` None means that there are none."""
 
 
 class FirstToken(Message, frozen=True, kw_only=True):

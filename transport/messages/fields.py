@@ -21,11 +21,12 @@ from .cache_map import CacheMap, map_difference, num_bytes
 
 PeerId: TypeAlias = tuple[str, int]
 """(worker id, incarnation)"""
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Processes work together if their versions are equal or neighbours. Every change of the messages raises it:
 by one if an older process can skip what is new (optional fields; messages and values that it is never sent),
 else by two."""
 MAX_REQUEST_TOKENS = 1 << 20
+MAX_ADAPTERS = 512  # of a worker
 MAX_TEMPERATURE = 2  # that a client may ask for, by OpenAI's API
 MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
@@ -70,6 +71,8 @@ ParcelColumn = Annotated[bytes, _column(4, MAX_PARCEL_POSITIONS)]
 """uint32 positions in a lease."""
 AnswerId = Annotated[bytes, Meta(max_length=ANSWER_ID_BYTES)]
 """Names an answer whose client has an idempotency key (``Resume``); empty: the client has none."""
+AdapterId = Annotated[str, Meta(max_length=64)]
+"""Names an adapter by its content, as its block hashes do; empty: none."""
 AnswerColumn = Annotated[bytes, _column(ANSWER_ID_BYTES, MAX_ROWS)]
 LeaseColumn = Annotated[bytes, _column(8, MAX_ROWS)]
 """uint64 lease numbers."""
@@ -167,6 +170,7 @@ class RequestSpec(Message, frozen=True, kw_only=True):
     deadline_s: Duration  # seconds left until the request as a whole must have ended
     traceparent: Annotated[str, Meta(max_length=64)] = ""  # of the request's span; empty: it leaves no trace
     answer_id: AnswerId = b""
+    adapter: AdapterId = ""  # only a worker that has reported it is sent it
 
     @property
     def num_tokens(self) -> int:
@@ -203,6 +207,13 @@ class ModelIdentity(Message, frozen=True, kw_only=True):
             both = map_difference(ours, theirs) if name == "cache_map" else (repr(ours), repr(theirs))
             return name.replace("_", " ").replace("kv", "KV"), *both
         return None
+
+
+class Adapter(Message, frozen=True, kw_only=True):
+    """Low-rank updates of the model's weights (LoRA), ready on a worker."""
+
+    name: Annotated[str, Meta(max_length=256)]  # for clients; empty: its folder has other content by now
+    content: AdapterId
 
 
 class Peer(Message, frozen=True, kw_only=True):
