@@ -9,6 +9,7 @@
     ├── DeviceLostError     this process has lost its GPU; another process has to replace it
     ├── RankFailedError     one of a worker's ranks cannot go on with a step
     ├── KVStoreError        the folder of the KV store cannot be written to
+    ├── AdapterError        an adapter that cannot be served
     └── GrammarError        a grammar that cannot be compiled or followed; the fault of one request
 
 Each message states what was wrong, what is allowed and what to do.
@@ -57,6 +58,10 @@ class OutOfMemoryError(EngineError):
 
 
 class KVStoreError(EngineError):
+    pass
+
+
+class AdapterError(EngineError):
     pass
 
 
