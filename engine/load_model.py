@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..transport.messages.messages import ModelIdentity
+from .adapters.resident import ResidentAdapters
 from .cache.kv_cache import KVCacheLayout, PoolAllocator
 from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size
 from .cache.memory_claims import MemoryClaims
@@ -116,6 +117,7 @@ def _computing_model(
         launch=runner.launch if on_gpu else None,
         ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),
         start_phases=loaded.phases.seconds,
+        adapters=ResidentAdapters(runner.ranks) if loaded.adapters is not None else None,
     )
 
 

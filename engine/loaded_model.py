@@ -28,6 +28,7 @@ from .engine_config import (
     wish_of,
 )
 from .errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
+from .model.adapters import RankAdapters
 from .model.config import ModelConfig
 from .model.decoder import DecoderModel
 from .model.layers import LayerLoader
@@ -53,6 +54,8 @@ class LoadedModel:
 
     ``layout``: of a whole block. On a CPU all ranks write to the one pool of such blocks; on GPUs each has a
     pool of its own heads. ``pool``: what this rank computes with."""
+
+    adapters: RankAdapters | None = None
 
     def __init__(self, engine: EngineConfig, rank: Rank = ALONE, first: LoadedModel | None = None) -> None:
         """``first``: of rank 0, for the others. Raises EngineError with what to do."""
@@ -160,6 +163,9 @@ class LoadedModel:
             if self.rank.number == 0:
                 with self._claims.turn():
                     self._claims.claim(weights)
+            if settings.lora_folder is not None:
+                slots = settings.max_loras, settings.max_lora_rank
+                self.adapters = RankAdapters(self.kernels, *slots, graphs=not on_cpu)
             load = LayerLoader(
                 checkpoint,
                 self.kernels,
@@ -169,6 +175,7 @@ class LoadedModel:
                 self.config.quantisation,
                 settings.exact,
                 self.rank,
+                self.adapters,
             )
             self.decoder = _load_model(
                 self.config, load, min(model_len, max(longest, 1)), fp8_cache=settings.kv_dtype == "fp8"

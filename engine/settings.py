@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..transport.messages.fields import MAX_ADAPTERS
 from ..transport.process.settings import DNS, ClusterKeySettings, ReportSettings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -130,6 +131,18 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
     kv_store_gib: float = Field(
         default=10, gt=0, le=1 << 20, description="Size of the whole folder kv_store in GiB."
     )
+    lora_folder: Path | None = Field(
+        default=None,
+        description="Folder with an adapter (LoRA) in each subfolder, as peft saves it. Requests name the "
+        "subfolder as their model. New ones are served without a restart.",
+    )
+    max_loras: int = Field(
+        default=8,
+        ge=1,
+        le=MAX_ADAPTERS,
+        description="Most adapters of lora_folder that are served at a time.",
+    )
+    max_lora_rank: int = Field(default=16, ge=1, le=512, description="Largest rank of an adapter.")
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,
@@ -212,4 +225,6 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
             )
         if self.num_blocks is not None and self.kv_cache_gib is not None:
             raise ValueError("--num-blocks and --kv-cache-gib both size the KV cache: give one")
+        if self.lora_folder is not None and self.runner != "model":
+            raise ValueError("--lora-folder needs --runner model: a paced worker computes nothing")
         return self

@@ -15,6 +15,7 @@ from .step.grammar import GrammarCompiler
 from .step.step_thread import Launch, Runner
 
 if TYPE_CHECKING:
+    from .adapters.resident import ResidentAdapters
     from .cache.device_blocks import DeviceBlocks
     from .cache.sharded_blocks import ShardedBlocks
 
@@ -34,6 +35,7 @@ class WorkerModel:
     device: torch.device = CPU
     grammars: GrammarCompiler | None = None  # None: it serves no structured output
     ahead_at_layer: int | None = None  # of decode steps: see ``StepThread``
+    adapters: ResidentAdapters | None = None
     launch: Launch | None = None  # set where steps run on a GPU
     start_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of its start, by name
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.interface import AttentionInputs, FusedLayers, RopeInputs
+from .adapters import StepSlots
 from .config import ModelConfig
 from .decoder_layer import DecoderLayer
 from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, LatentChunks, latent_chunks
@@ -42,6 +43,7 @@ class AttentionMetadata:
     block_tables    int32 [num_seqs, max_blocks]
     slot_mapping    int64 [num_tokens]
     max_query_len   tokens of the longest chunk; None: the host does not know it, as in a graph
+    adapters        int32 [num_tokens], see ``StepSlots``; None: no row has one
     """
 
     positions: Tensor
@@ -50,6 +52,7 @@ class AttentionMetadata:
     block_tables: Tensor
     slot_mapping: Tensor
     max_query_len: int | None = None
+    adapters: Tensor | None = None
 
     def of_rows(self, rows: Tensor) -> AttentionMetadata:
         """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
@@ -61,6 +64,7 @@ class AttentionMetadata:
             seq_lens=(self.positions[rows] + 1) * (rows >= 0),
             block_tables=self.block_tables[sequences],
             slot_mapping=self.slot_mapping[rows],
+            adapters=None if self.adapters is None else self.adapters[rows],
         )
 
 
@@ -69,6 +73,7 @@ class StepInputs(NamedTuple):
 
     rope: RopeInputs
     attention: AttentionInputs
+    adapters: Tensor | None
     chunks: LatentChunks | None = None
 
 
@@ -79,6 +84,7 @@ class DecoderModel:
         load.checkpoint.check(expected_tensors(config), ignored_tensors(config))
         self._config, self.rank = of_rank(config, load.rank), load.rank
         self._kernels = load.kernels
+        self._slots = load.adapters.step if load.adapters is not None else StepSlots()
         self._embed_table, self._dtype = load.vocabulary_table(config.tensors.embed), load.dtype
         self._tables = {
             rope: cos_sin_table(rope, config.head_dim, max_model_len).to(load.device)
@@ -127,8 +133,9 @@ class DecoderModel:
         For other rows the last layer computes keys and values only: that saves 1 / num_layers of a prefill.
         """
         residual = self.embed(token_ids)
-        if rows is None and self._fused is not None and len(token_ids) < self._fused.rows:
-            return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
+        fused = self._fused if rows is None and metadata.adapters is None else None
+        if fused is not None and len(token_ids) < fused.rows:
+            return self._forward_fused(fused, residual, metadata, pool, on_layer)
         if on_layer is not None:
             on_layer(0)
         inputs, last = self.inputs(metadata), len(self._layers) - 1
@@ -170,6 +177,7 @@ class DecoderModel:
                 m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention,
                 softcap=c.attention_softcap, kv_scales=scales, max_query_len=m.max_query_len,
             ),
+            m.adapters,
         )  # fmt: skip
 
     def run_layers(
@@ -184,6 +192,7 @@ class DecoderModel:
     ) -> Tensor | None:
         """Layers [first, last). ``hidden`` [T, E], of the layer before, is not yet added to ``residual``, nor
         is the result; None: no layer has run."""
+        self._slots.now = inputs.adapters
         for index, layer in enumerate(self._layers[first:last], start=first + 1):
             q: Tensor | ExpandedQueries
             if inputs.chunks is None:
@@ -199,12 +208,14 @@ class DecoderModel:
         self, hidden: Tensor | None, residual: Tensor, inputs: StepInputs, pool: Tensor
     ) -> Tensor:
         """Write the last layer's keys and values, add ``hidden`` to ``residual`` and return the queries."""
+        self._slots.now = inputs.adapters
         return self._layers[-1].project(hidden, residual, pool, inputs.rope)
 
     def finish(self, q: Tensor, residual: Tensor, inputs: StepInputs, pool: Tensor) -> Tensor:
         """The final hidden states [n, E] of the queries at hand, whose residual rows and inputs these are."""
         if len(q) == 0:
             return residual
+        self._slots.now = inputs.adapters
         hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 
@@ -216,7 +227,7 @@ class DecoderModel:
         pool: Tensor,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        rope, attention, _ = self.inputs(metadata)
+        rope, attention, *_ = self.inputs(metadata)
         hidden = torch.empty_like(residual)
         last = len(self._layers) - 1
         report = on_layer or (lambda _: None)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...kernels.interface import Kernels, Linear
 from ...kernels.quantised import Weight, selected_columns, selected_rows
 from ..errors import ModelConfigError
+from .adapters import Part, RankAdapters, Size
 from .config import ModelConfig
 from .gguf_blocks import QuantisedTable
 from .quantisation import Quantisation
@@ -58,6 +59,7 @@ class LayerLoader:
     quantisation: Quantisation | None = None  # of the checkpoint
     exact: bool = False  # see kernels/select.py
     rank: Rank = ALONE  # whose part of each layer is loaded
+    adapters: RankAdapters | None = None
 
     @property
     def expands_latent(self) -> bool:
@@ -83,32 +85,43 @@ class LayerLoader:
         ``rows`` int64 [outputs]: which of the checkpoint's rows is at each place; None: all in order.
         """
         weight = [self.stored_weight(name) for name in names]
+        sizes = {name: _size(part) for name, part in zip(names, weight, strict=True)}
         biases = torch.cat([self.whole_tensor(f"{name}.bias") for name in names]) if bias else None
         if rows is not None:
             weight = selected_rows(weight, rows)
             biases = None if biases is None else biases[rows]
-        return self._linear([self.placed(part) for part in weight], biases)
+        linear = self._linear([self.placed(part) for part in weight], biases)
+        return self._adapted(linear, sizes, lambda a, b: (a, b if rows is None else b[rows]))
 
     def row(self, name: str, bias: bool, centred: bool = False) -> Linear:
         """A sum over ranks, or in exact mode a part of the outputs on each (``ranks.py``). ``centred``: the
         mean of all outputs is subtracted from each."""
         rank, weight = self.rank, self.stored_weight(name)
+        size, columns, outputs = _size(weight), slice(None), slice(None)
         if rank.size > 1 and not self.exact:
-            weight = self.own_columns(weight, name)
+            weight, columns = self.own_columns(weight, name), rank.part(size.num_inputs)
         weight, of = self.placed(weight), self.whole_tensor(f"{name}.bias") if bias else None
         if centred:
             weight, of = _centred(self._wide(weight)), None if of is None else _centred(of)
+        if rank.size > 1 and self.exact:
+            outputs = rank.part(size.num_outputs)
+            weight, of = rows_of(weight, outputs), None if of is None else of[outputs]
+        elif rank.number > 0:
+            of = None
+
+        def part(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            return a[:, columns], (_centred(b) if centred else b)[outputs]
+
+        linear = self._adapted(self._linear(weight, of), {name: size}, part)
         if rank.size == 1:
-            return self._linear(weight, of)
-        if self.exact:
-            own = rank.part(len(weight))
-            linear = self._linear(rows_of(weight, own), None if of is None else of[own])
-            return Joined(linear, rank, _inputs(weight), len(weight))
-        return summed(self._linear(weight, of if rank.number == 0 else None), rank)
+            return linear
+        return Joined(linear, rank, *size) if self.exact else summed(linear, rank)
 
     def whole(self, name: str, bias: bool) -> Linear:
         """One that every rank computes."""
-        return self._linear(self._weight(name), self.whole_tensor(f"{name}.bias") if bias else None)
+        weight = self._weight(name)
+        linear = self._linear(weight, self.whole_tensor(f"{name}.bias") if bias else None)
+        return self._adapted(linear, {name: _size(weight)}, lambda a, b: (a, b))
 
     def own_columns(self, weight: Weight, name: str) -> Weight:
         """This rank's part of the inputs."""
@@ -126,6 +139,9 @@ class LayerLoader:
         linear = self.kernels.linear(weight, bias)
         self.checkpoint.drop_pages()
         return linear
+
+    def _adapted(self, linear: Linear, sizes: Mapping[str, Size], part: Part) -> Linear:
+        return linear if self.adapters is None else self.adapters.adapted(linear, sizes, part)
 
     def sinks(self, name: str) -> Tensor:
         """float32 [num_heads]."""
@@ -218,6 +234,10 @@ def rows_of(weight: Weight, rows: slice) -> Weight:
 
 def _inputs(weight: Weight) -> int:
     return weight.shape[1] if isinstance(weight, Tensor) else weight.in_features
+
+
+def _size(weight: Weight) -> Size:
+    return Size(_inputs(weight), len(weight))
 
 
 def own_part(weight: Weight, rank: Rank) -> Weight:

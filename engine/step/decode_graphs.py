@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..device import send
 from ..errors import OutOfMemoryError, is_out_of_memory
 from ..model.decoder import AttentionMetadata
 from .batch import Batch
@@ -74,7 +75,11 @@ class StepBuffers:
     A step sends one run of words: how its rows differ from those of the step before, which
     kernels/gpu/step_inputs.py then derives the inputs from (``advance``, the first kernel of each graph)."""
 
-    def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_blocks: int, block_size: int, device: torch.device, adapted: bool = False
+    ) -> None:
+        """``adapted``: rows may have adapters."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -90,6 +95,10 @@ class StepBuffers:
         self._slots, self._tables = zeros(num_rows, dtype=torch.int64), zeros(num_rows, max_blocks)
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._tables_there: NDArray[np.int32] = np.zeros((num_rows, max_blocks), np.int32)
+        self._adapters: Tensor | None = None
+        if adapted:
+            self._adapters = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+        self._adapters_there: NDArray[np.int32] = np.full(num_rows, -1, np.int32)
         self._last: Tensor | None = None  # the tokens sampled by the step whose lengths are on the device
 
     def fill(self, batch: Batch | None, num_rows: int, sampled_last: Tensor | None = None) -> None:
@@ -119,6 +128,13 @@ class StepBuffers:
             sampled_last = sampled_last[: len(self._sampled)]
             self._sampled[: len(sampled_last)].copy_(sampled_last)
 
+    def send_adapters(self, slots: NDArray[np.int32]) -> None:
+        """Send ``StepSlots`` of the first rows. They change seldom."""
+        there = self._adapters_there[: len(slots)]
+        if self._adapters is not None and not np.array_equal(there, slots):
+            self._adapters[: len(slots)].copy_(send(torch.from_numpy(slots), self._adapters.device))
+            there[:] = slots
+
     def advance(self, num_rows: int) -> None:
         """Derive the inputs of the first ``num_rows`` rows from the words that ``fill`` has sent."""
         from ...kernels.gpu.step_inputs import advance  # which needs Triton
@@ -135,6 +151,7 @@ class StepBuffers:
     def forget(self) -> None:
         """Send everything with the next step: this one may have failed halfway."""
         self._tables_there.fill(UNKNOWN)
+        self._adapters_there.fill(UNKNOWN)
         self._last = None
 
     def inputs(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
@@ -143,8 +160,9 @@ class StepBuffers:
             column[:num_rows] for column in (self._positions, self._seq_lens, self._slots, self._tables)
         )
         starts = self._query_start_loc[: num_rows + 1]
+        adapters = None if self._adapters is None else self._adapters[:num_rows]
         return self._token_ids[:num_rows], AttentionMetadata(
-            positions, starts, seq_lens, tables, slots, max_query_len=None
+            positions, starts, seq_lens, tables, slots, max_query_len=None, adapters=adapters
         )
 
 
@@ -160,9 +178,11 @@ class DecodeGraphs:
         block_size: int,
         device: torch.device,
         record: Recorder,
+        adapted: bool = False,
     ) -> None:
+        """``adapted``: see ``StepBuffers``."""
         self._buckets = buckets_up_to(max_num_seqs)
-        self._buffers = StepBuffers(self._buckets[-1], max_blocks, block_size, device)
+        self._buffers = StepBuffers(self._buckets[-1], max_blocks, block_size, device, adapted)
         self._buffers.fill(None, 1)
         self._replays: dict[int, Replay] = {}
         start = time.monotonic()
@@ -193,14 +213,19 @@ class DecodeGraphs:
         fed = batch.fed_from is None or int(batch.fed_from.max(initial=-1)) < most
         return fed and batch.num_seqs <= most and batch.only_decodes
 
-    def logits(self, batch: Batch, sampled_last: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def logits(
+        self, batch: Batch, sampled_last: Tensor | None = None, slots: NDArray[np.int32] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """float32 [num_seqs, vocab_size], which the caller may write to, the input tokens int32 [num_seqs]
         and their sequences' lengths int32 [num_seqs]. All are valid until the next call. ``sampled_last``:
-        see ``StepBuffers.fill``; the caller passes this step's tokens to ``sampled``."""
+        see ``StepBuffers.fill``; the caller passes this step's tokens to ``sampled``. ``slots``: see
+        ``StepSlots``."""
         n = batch.num_seqs
         size = next(size for size in self._buckets if size >= n)
         try:
             self._buffers.fill(batch, size, sampled_last)
+            if slots is not None:
+                self._buffers.send_adapters(slots)
             logits = self._replays[size]()[:n]
         except Exception:
             self._buffers.forget()

@@ -74,10 +74,13 @@ class ModelRunner:
                     self.kv_cache.layout.block_size,
                     self.device,
                     record,
+                    adapted=self.loaded.adapters is not None,
                 )
                 self.phases.done("decode graphs")
             if most := self._max_prefill_tokens:
-                self._prefill_graphs = PrefillGraphs(model, pool, vocab_size, most, max_blocks, record)
+                self._prefill_graphs = PrefillGraphs(
+                    model, pool, vocab_size, most, max_blocks, record, self.loaded.adapters is not None
+                )
                 self.phases.done("prefill graphs")
 
     def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
@@ -116,24 +119,26 @@ class ModelRunner:
 
     def _launch(self, batch: Batch, on_layer: OnLayer | None) -> Callable[[], StepOutput]:
         self.loaded.use_this_thread()
+        adapters = self.loaded.adapters
+        slots = None if adapters is None else adapters.slots_of(batch.adapters, batch.query_start_loc)
         with torch.inference_mode():
             if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
-                logits, newest, lengths = self._graphs.logits(batch, self._sampled_last)
+                logits, newest, lengths = self._graphs.logits(batch, self._sampled_last, slots)
                 tokens = self._sample(batch, list(range(batch.num_seqs)), StepLogits(logits, newest, lengths))
                 self._graphs.sampled(self._sampled_last)
                 prompt_logprobs = NO_LOGPROBS
             else:
-                sampled, computed, prompt_logprobs = self._run_layers(batch, on_layer)
+                sampled, computed, prompt_logprobs = self._run_layers(batch, on_layer, slots)
                 tokens = self._sample(batch, sampled, computed)
         return lambda: self.loaded.rank.checked(StepOutput(*tokens(), prompt_logprobs))
 
     def _run_layers(
-        self, batch: Batch, on_layer: OnLayer | None
+        self, batch: Batch, on_layer: OnLayer | None, slots: NDArray[np.int32] | None
     ) -> tuple[list[int], StepLogits, dict[int, list[TokenLogprobs]]]:
         """The sequences that sample, what they sample from, and the logprobs of prompts."""
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         if self._prefill_graphs is not None:
-            replayed = self._prefill_graphs.logits(batch, sampled, self._sampled_last, on_layer)
+            replayed = self._prefill_graphs.logits(batch, sampled, self._sampled_last, on_layer, slots)
             if replayed is not None:
                 return sampled, replayed, NO_LOGPROBS
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
@@ -141,7 +146,7 @@ class ModelRunner:
         for i in reported:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
-        token_ids, metadata, index, which = self._send(batch, rows, sampled)
+        token_ids, metadata, index, which = self._send(batch, rows, sampled, slots)
         every_row = batch.only_decodes or rows == list(range(batch.num_tokens))
         hidden = self._model.forward(
             token_ids, metadata, self.loaded.pool, None if every_row else index, on_layer
@@ -184,12 +189,13 @@ class ModelRunner:
         self._model.logits(self._model.forward(token_ids, metadata, self.loaded.pool, None), logits)
 
     def _send(
-        self, batch: Batch, rows: Sequence[int], sampled: Sequence[int]
+        self, batch: Batch, rows: Sequence[int], sampled: Sequence[int], slots: NDArray[np.int32] | None
     ) -> tuple[Tensor, AttentionMetadata, Tensor, Tensor]:
         """In one copy: token ids int32 [num_tokens], with those that the step before has sampled for them;
         metadata; and as indices the token rows ``rows`` and the sequences ``sampled``."""
         arrays = {name: getattr(batch, name) for name in (*METADATA, "token_ids", "fed_from")}
         arrays |= {"rows": np.array(rows, np.int64), "sampled": np.array(sampled, np.int64)}
+        arrays["adapters"] = slots
         columns = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
         sent = send_all(columns, self.device)
         token_ids = sent["token_ids"]
@@ -271,7 +277,8 @@ def _nobody(num_layers: int) -> None:
 def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:
     """``sent``: the batch's METADATA on the device."""
     longest = 1 if batch.num_tokens == batch.num_seqs else int(np.diff(batch.query_start_loc).max())
-    return AttentionMetadata(max_query_len=longest, **{name: sent[name] for name in METADATA})
+    columns = {name: sent[name] for name in METADATA}
+    return AttentionMetadata(max_query_len=longest, adapters=sent.get("adapters"), **columns)
 
 
 def _no_tokens(

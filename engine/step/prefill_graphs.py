@@ -20,6 +20,7 @@ from itertools import pairwise, takewhile
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..device import passed
@@ -42,7 +43,11 @@ _log = logging.getLogger(__name__)
 class PrefillInputs:
     """The inputs of a step in fixed memory: one run of bytes on the device, and two by turns on the host."""
 
-    def __init__(self, num_tokens: int, num_seqs: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, num_tokens: int, num_seqs: int, max_blocks: int, device: torch.device, adapted: bool = False
+    ) -> None:
+        """``adapted``: rows may have adapters."""
+        self._adapted = adapted
         wide, narrow = torch.int64, torch.int32
         self._columns = {  # the widest first; the tables last, of which a step sends its own rows only
             "slot_mapping": ((num_tokens,), wide),
@@ -51,6 +56,7 @@ class PrefillInputs:
             "token_ids": ((num_tokens,), narrow),
             "positions": ((num_tokens,), narrow),
             "fed_from": ((num_tokens,), narrow),
+            "adapters": ((num_tokens,), narrow),
             "seq_lens": ((num_seqs,), narrow),
             "query_start_loc": ((num_seqs + 4,), narrow),  # tables begin at 16 bytes, as kernels expect
             "block_tables": ((num_seqs, max_blocks), narrow),
@@ -62,7 +68,14 @@ class PrefillInputs:
         self._bytes = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._device = self._views(self._bytes)
 
-    def fill(self, batch: Batch | None, sampled: Sequence[int], num_tokens: int, num_seqs: int) -> None:
+    def fill(
+        self,
+        batch: Batch | None,
+        sampled: Sequence[int],
+        num_tokens: int,
+        num_seqs: int,
+        slots: NDArray[np.int32] | None = None,
+    ) -> None:
         """The batch and the sequences that sample, padded to a graph's ``num_tokens`` and ``num_seqs``. Two
         steps may be under way: the copy of the one before may still read the other memory on the host."""
         self._hosts.reverse()
@@ -73,10 +86,12 @@ class PrefillInputs:
             for name in ("token_ids", "positions", "slot_mapping"):
                 host[name][:n] = getattr(batch, name)
             host["fed_from"][:n] = -1 if batch.fed_from is None else batch.fed_from
+            host["adapters"][:n] = -1 if slots is None else slots
             host["seq_lens"][:s] = batch.seq_lens
             host["query_start_loc"][:s] = batch.query_start_loc[:-1]
             host["block_tables"][:s, :width] = batch.block_tables
         padding = {"token_ids": 0, "positions": 0, "slot_mapping": PADDING_SLOT, "fed_from": -1}
+        padding["adapters"] = -1
         for name, value in padding.items():
             host[name][n:num_tokens] = value
         host["seq_lens"][s:num_seqs] = 0
@@ -97,6 +112,7 @@ class PrefillInputs:
             of["seq_lens"][:num_seqs],
             of["block_tables"][:num_seqs],
             of["slot_mapping"][:num_tokens],
+            adapters=of["adapters"][:num_tokens] if self._adapted else None,
         )
         return of["token_ids"][:num_tokens], metadata, of["rows"][:num_seqs]
 
@@ -140,10 +156,11 @@ class PrefillGraphs:
         max_num_tokens: int,
         max_blocks: int,
         record: Recorder,
+        adapted: bool = False,
     ) -> None:
         self._model, self._pool, self._max_blocks = model, pool, max_blocks
         sizes = TOKEN_BUCKETS[: bisect_left(TOKEN_BUCKETS, max_num_tokens) + 1]
-        self._inputs = PrefillInputs(sizes[-1], MAX_SEQS, max_blocks, pool.device)
+        self._inputs = PrefillInputs(sizes[-1], MAX_SEQS, max_blocks, pool.device, adapted)
         self._graphs: list[_Graph] = []
         start, launched, agreed = time.monotonic(), dict[int, float](), model.rank.agreed
         try:
@@ -161,14 +178,19 @@ class PrefillGraphs:
         self._keep_faster(launched, time.monotonic() - start)
 
     def logits(
-        self, batch: Batch, sampled: Sequence[int], sampled_last: Tensor, on_layer: OnLayer | None
+        self,
+        batch: Batch,
+        sampled: Sequence[int],
+        sampled_last: Tensor,
+        on_layer: OnLayer | None,
+        slots: NDArray[np.int32] | None = None,
     ) -> StepLogits | None:
         """Run the batch, in which the sequences ``sampled`` sample; the result is valid until the next call.
-        None: there is no graph for it."""
+        None: there is no graph for it. ``slots``: see ``StepSlots``."""
         graph = self._graph_for(batch)
         if graph is None:
             return None
-        self._inputs.fill(batch, sampled, graph.num_tokens, graph.num_seqs)
+        self._inputs.fill(batch, sampled, graph.num_tokens, graph.num_seqs, slots)
         if batch.fed_from is not None:
             self._inputs.feed(batch.num_tokens, sampled_last)
         for num_layers, replay in graph.parts:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitserve.engine.step.batch import Batch, SamplingState
+from splitserve.engine.step.batch import Batch, SamplingState, adapters_of
 from splitserve.engine.step.constraint import TokenMatcher
 from splitserve.engine.step.model_runner import METADATA, ModelRunner, attention_metadata
 from splitserve.transport.messages.messages import SamplingParams
@@ -44,6 +44,7 @@ class HandSequence:
     num_computed: int = 0
     output: list[int] = field(default_factory=list)
     matcher: TokenMatcher | None = None
+    adapter: str = ""
 
     @property
     def token_ids(self) -> list[int]:
@@ -82,6 +83,7 @@ def make_batch(
         ],
         prompt_logprobs=[prompt_logprobs] * len(steps) if prompt_logprobs is not None else (),
         next_prompt_ids=next_ids if prompt_logprobs is not None else (),
+        adapters=adapters_of([s.adapter for s, _ in steps]),
     )
 
 
