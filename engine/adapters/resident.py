@@ -17,7 +17,10 @@ class ResidentAdapters:
     def __init__(self, ranks: Sequence[LoadedModel]) -> None:
         self._ranks = [(rank, adapters) for rank in ranks if (adapters := rank.adapters) is not None]
         gpus = [rank.device if rank.device.type == "cuda" else None for rank, _ in self._ranks]
-        self._streams = [gpu and torch.cuda.Stream(gpu) for gpu in gpus]  # type: ignore[no-untyped-call]
+        self._streams = [
+            None if gpu is None else torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+            for gpu in gpus
+        ]
 
     @property
     def _first(self) -> RankAdapters:
