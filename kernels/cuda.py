@@ -95,7 +95,15 @@ class CudaKernels:
             weight = quantise(weight, "int8")
         return self._quantised([weight], None) if isinstance(weight, QuantisedWeight) else self._wide(weight)
 
-    def low_rank(self, in_features: int, out_features: int, max_rank: int, num_slots: int) -> TorchLowRank:
+    def low_rank(
+        self,
+        in_features: int,
+        out_features: int,
+        max_rank: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> TorchLowRank:
         return TorchLowRank()
 
     def _wide(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -237,7 +237,15 @@ class Kernels(Protocol):
         float8, where close logits would change places."""
         ...
 
-    def low_rank(self, in_features: int, out_features: int, max_rank: int, num_slots: int) -> LowRank:
+    def low_rank(
+        self,
+        in_features: int,
+        out_features: int,
+        max_rank: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LowRank:
         """Slots that are all clear. On a GPU their memory is taken now."""
         ...
 

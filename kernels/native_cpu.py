@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from . import _cpu
+from .huge_pages import HugePageArena
 from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, MixtureWeights, RopeInputs, joined
-from .low_rank import TorchLowRank
 from .measured_choice import NEVER, ROWS, KernelChoices, rows_of_onednn
 from .mixture_shape import ACTIVATIONS, Activation
 from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, plane_heads
 from .native_linear import OF_ONE_THREAD, LinearByRows, OneDnnLinear, PackedLinear, check_rows, shape_of
+from .native_low_rank import NativeLowRank
 from .packed_weights import PackedWeights
 from .quantised import QuantisedWeight, Scheme, Weight, parts_of
 from .quantised_linear import QuantisedLinear
@@ -53,6 +54,7 @@ class NativeCpuKernels:
         self._choices, self._quantization, self._codes = onednn_choices, quantization, codes
         self._rank, self._num_threads = rank, num_threads
         self._packed = packed or PackedWeights()
+        self._adapters = HugePageArena()
         self._panel = _cpu.use_instruction_set(instruction_set)
         self._onednn_rows: dict[str, int] = {}
         self.use_this_thread()
@@ -125,8 +127,16 @@ class NativeCpuKernels:
         self._onednn_rows[name] = self._choices.get(name, measure)
         return self._onednn_rows[name]
 
-    def low_rank(self, in_features: int, out_features: int, max_rank: int, num_slots: int) -> TorchLowRank:
-        return TorchLowRank()
+    def low_rank(
+        self,
+        in_features: int,
+        out_features: int,
+        max_rank: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> NativeLowRank:
+        return NativeLowRank(in_features, out_features, num_slots, dtype, self._panel, self._adapters)
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return table.index_select(0, token_ids).to(dtype)

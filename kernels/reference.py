@@ -134,7 +134,15 @@ class TorchKernels:
     def head(self, weight: Weight) -> Linear:
         return self.linear(weight, None)
 
-    def low_rank(self, in_features: int, out_features: int, max_rank: int, num_slots: int) -> TorchLowRank:
+    def low_rank(
+        self,
+        in_features: int,
+        out_features: int,
+        max_rank: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> TorchLowRank:
         return TorchLowRank()
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

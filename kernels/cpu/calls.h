@@ -127,6 +127,73 @@ void call_gate_mul(GateMul* gate_mul, const void* gate_up, void* y, int64_t rows
   share(rows, 4.0 * double(rows * n), [&](int64_t first, int64_t last) { gate_mul(gate_up, y, n, dtype, first, last); });
 }
 
+constexpr int64_t kLowRankRows = 12;  // of one adapter, at most, that are multiplied together
+
+// The rows of a step in tiles of one slot each; `rows` [m] gets them in the order of slots. Rows without an adapter are left out.
+void cut(const LowRankSlot* table, int64_t num_slots, const int32_t* slots, int64_t m, std::vector<int32_t>& rows,
+         std::vector<LowRankTile>& tiles) {
+  static thread_local std::vector<int32_t> ends;
+  const auto adapted = [&](int64_t row) { return slots[row] >= 0 && slots[row] < num_slots && table[slots[row]].vectors; };
+  ends.assign(size_t(num_slots), 0);
+  for (int64_t row = 0; row < m; ++row)
+    if (adapted(row)) ++ends[size_t(slots[row])];
+  tiles.clear();
+  int32_t first = 0;
+  for (int32_t slot = 0; slot < num_slots; ++slot) {
+    const int64_t count = ends[size_t(slot)], parts = (count + kLowRankRows - 1) / kLowRankRows;
+    ends[size_t(slot)] = first;
+    for (int64_t part = 0; part < parts; ++part) {
+      const int32_t height = int32_t(count / parts + (part < count % parts));
+      tiles.push_back({slot, first, height});
+      first += height;
+    }
+  }
+  rows.resize(size_t(first));
+  for (int64_t row = 0; row < m; ++row)
+    if (adapted(row)) rows[size_t(ends[size_t(slots[row])]++)] = int32_t(row);
+}
+
+// Threads share tiles, or, of few, their vectors of ranks and then their outputs; no row's bits depend on that.
+void call(LowRankArgs g, const std::vector<LowRankTile>& tiles) {
+  static thread_local std::vector<float> h;
+  int64_t vectors = 0, num_rows = 0, steps = 0;
+  const int64_t count = int64_t(tiles.size()), all = panels(g.n), threads = pool->size();
+  for (const LowRankTile& tile : tiles) {
+    vectors = std::max(vectors, g.slots[tile.slot].vectors);
+    steps += tile.count * g.slots[tile.slot].vectors;
+    num_rows += tile.count;
+  }
+  g.h_row = vectors * active->vector_width;
+  h.resize(size_t(num_rows * g.h_row));
+  g.h = h.data();
+  const auto down = [&](int64_t tile, int64_t first, int64_t last) {
+    const LowRankTile& at = tiles[size_t(tile)];
+    last = std::min(last, g.slots[at.slot].vectors);
+    if (first < last) active->low_rank_down(g, at, first, last);
+  };
+  const auto up = [&](int64_t tile, int64_t first, int64_t last) { active->low_rank_up(g, tiles[size_t(tile)], first, last); };
+  const auto both = [&](int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; ++tile) down(tile, 0, vectors), up(tile, 0, all);
+  };
+  if (double(steps) * double(active->vector_width * (g.k + g.n)) < kShortCall) return both(0, count);
+  if (threads == 1 || count >= 2 * threads) return pool->run(count, 1, both);
+  const int64_t slices = std::min(all, 4 * threads);
+  pool->run(count * vectors, 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) down(i / vectors, i % vectors, i % vectors + 1);
+  });
+  pool->run(count * slices, 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) up(i / slices, i % slices * all / slices, (i % slices + 1) * all / slices);
+  });
+}
+void call(const LowRankArgs& args, const int32_t* slots, int64_t num_slots, int64_t m) {
+  static thread_local std::vector<int32_t> rows;
+  static thread_local std::vector<LowRankTile> tiles;
+  cut(args.slots, num_slots, slots, m, rows, tiles);
+  LowRankArgs g = args;
+  g.rows = rows.data();
+  if (!tiles.empty()) call(g, tiles);
+}
+
 constexpr int64_t kQueryRows = 192;  // rows (query tokens x heads of a group) that share a tile of keys
 
 struct AttentionItems {  // what a step's attention is cut into, the same in every layer

@@ -20,6 +20,7 @@ namespace splitserve {
 namespace {
 #include "simd.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "quantised.h"
 #include "kv_codes.h"
 #include "attention.h"
@@ -27,8 +28,8 @@ namespace {
 #include "experts.h"
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2", W, PANEL, false, pack_linear, linear, pack_quantised, quantised_linear,
-                                attention,  rope_and_store, add_rms_norm, {gate_mul<Silu>, gate_mul<Gelu>, gate_mul<ClampedSilu>},
+const Kernels kAvx2Kernels = {"avx2", W, PANEL, false, pack_linear, linear, low_rank_down, low_rank_up,
+                                pack_quantised, quantised_linear, attention, rope_and_store, add_rms_norm, {gate_mul<Silu>, gate_mul<Gelu>, gate_mul<ClampedSilu>},
                                 gumbel_argmax, route, add_weighted, narrow_all};
 }  // namespace splitserve
 #if defined(__clang__)

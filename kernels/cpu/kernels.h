@@ -69,6 +69,28 @@ struct Matrix {              // a linear's weights, see LinearArgs
   const void* bias;
 };
 
+struct LowRankSlot {         // an adapter's update of one linear, 8-byte fields; see low_rank.h
+  const void* a;             // [vectors] panels of a vector of ranks each
+  const void* b;             // the panels' steps of ranks, one behind the other
+  const int32_t* firsts;     // [panels of n]: each one's first step
+  const int32_t* starts;     // [panels of n + 1]: where in b its steps begin
+  int64_t vectors;           // of ranks; 0: no adapter
+};
+
+struct LowRankTile {         // rows of one slot: rows[first .. first + count)
+  int32_t slot, first, count;
+};
+
+struct LowRankArgs {         // y[row] += B A x[row], of the row's slot
+  const LowRankSlot* slots;
+  const void* x;             // [m, k]
+  void* y;                   // [m, n]
+  const int32_t* rows;       // ordered by slot
+  void* h;                   // [as rows are ordered, h_row]
+  int64_t h_row, n, k;
+  Dtype dtype;               // of x, y, A and B
+};
+
 struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and values are read where they lie in the pool
   const void* q;             // [num_tokens, num_heads, head_dim], tokens q_stride apart
   const void* pool;          // from its first head on: [num_blocks, num_layers, planes, plane_heads, block_size, a row of head_dim: see kv_codes.h]
@@ -139,6 +161,8 @@ struct Kernels {
   bool codes;                // whether it knows coded weights
   bool (*pack_linear)(const PackLinearArgs&, int64_t first_panel, int64_t last_panel);
   void (*linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);
+  void (*low_rank_down)(const LowRankArgs&, const LowRankTile&, int64_t first_vector, int64_t last_vector);  // h
+  void (*low_rank_up)(const LowRankArgs&, const LowRankTile&, int64_t first_panel, int64_t last_panel);      // y
   void (*pack_quantised)(const PackArgs&, int64_t first_panel, int64_t last_panel);
   void (*quantised_linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);
   void (*attention)(const AttentionArgs&, const AttentionItem* items, int64_t first, int64_t last);

@@ -109,6 +109,20 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+PyObject* low_rank(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments a{values, count};
+  LowRankArgs g{};
+  g.slots = a.address<const LowRankSlot>();
+  const int64_t num_slots = a.integer();
+  const int32_t* slots = a.address<const int32_t>();
+  g.x = a.input(); g.y = a.address<void>();
+  const int64_t m = a.integer();
+  g.n = a.integer(); g.k = a.integer(); g.dtype = a.dtype();
+  if (!a.complete()) return nullptr;
+  run(double(m) * double(active->vector_width * (g.n + g.k)), [&] { call(g, slots, num_slots, m); });
+  Py_RETURN_NONE;
+}
+
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments a{values, count};
   AttentionArgs g;
@@ -264,6 +278,7 @@ PyMethodDef methods[] = {
     FAST(pack_linear, "parts, packed, n, k, dtype, coded, threads -> whether it could be coded"),
     FAST(packed_bytes, "n, k, dtype, coded"),
     FAST(linear, "x, packed or parts, number of parts or 0, bias or 0, y, m, n, k, dtype"),
+    FAST(low_rank, "table of slots, its length, slots of rows, x, y, m, n, k, dtype"),
     FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group, threads"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
                     "block_size, num_heads, num_kv_heads, plane_heads, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0"),
