@@ -46,9 +46,11 @@ class Evacuation:
         actions: list[Action] = []
         for worker in self._pools.of_role("decode"):
             is_left = worker.draining or (worker.is_reserve and worker.dispatches)
-            if is_left and any(w.kind == worker.kind for w in self._pools.open_of_role("decode")):
+            others = [w for w in self._pools.open_of_role("decode") if is_left and w.kind == worker.kind]
+            if others:
                 for request in self._machine.assignments.of(worker):
-                    if worker.draining and request.state == "prefill":
+                    can_leave = any(w.has(request.adapter) for w in others)
+                    if worker.draining and request.state == "prefill" and can_leave:
                         actions += self._machine.retry(request, "its decode worker leaves", now, counts=False)
                 actions += self._move_sequences(worker, now)
         return actions
@@ -78,8 +80,9 @@ class Evacuation:
         return Send(worker.id, Move(dispatch=request.dispatch, spec=spec, decode=target.peer))
 
     def _target(self, request: Request, worker: WorkerRecord) -> WorkerRecord | None:
-        others = [w for w in self._pools.open_of_role("decode") if w.kind == worker.kind]
-        able = holding(request.max_tokens, [w for w in others if w.room >= request.num_tokens], others)
+        open_ones = self._pools.open_of_role("decode")
+        others = [w for w in open_ones if w.kind == worker.kind and w.has(request.adapter)]
+        able = holding(request, [w for w in others if w.room >= request.num_tokens], others)
         if not worker.draining:
             able = [w for w in able if w.share_left(w.blocks_for(request.num_tokens)) > SPARE]
         return choose_decode(self._policy, able, Need.of(request, worker, request.dispatch)) if able else None

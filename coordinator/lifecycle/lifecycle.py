@@ -14,6 +14,7 @@ workers has room.
     pools.py          the workers, by role            snapshot.py    the present state, as values
     worker.py         one worker                      assignments.py the requests of each worker
     open_workers.py   the workers with room           cache_index.py the workers that have a block
+    adapters.py       names of adapters, by worker
     time_ledger.py    where a request's time goes     worker_fit.py  which workers fit together
     outcomes.py       counts, readiness               actions.py     the actions for the shell
 """
@@ -33,6 +34,7 @@ from ...transport.messages.messages import (
     Role,
     StepTokens,
 )
+from . import adapters
 from .actions import Action, End
 from .evacuation import Evacuation
 from .flips import FlipRecord, Flips
@@ -109,7 +111,8 @@ class Lifecycle:
         self._progress = Progress(self._machine)
         self._members = Membership(incarnation, limits, self.pools, self._machine, self.flips, forecast)
         self._evacuation = Evacuation(incarnation, limits, policy, self.pools, self._machine)
-        self._unserved_since: float | None = None
+        self._unserved_since: dict[str, float] = {}
+        """By adapter that requests wait for and no fitting pair has; under "" while there is no pair."""
         self._charged_at = float("-inf")
 
     # --- the HTTP side -------------------------------------------------------------------------------
@@ -118,6 +121,9 @@ class Lifecycle:
         """Admit a request, or end it at once."""
         if gap := self.gap(now):
             return [End(request, Ended(error="unavailable", message=gap, retry_after_s=1.0))]
+        if not self._is_served(request) and now >= self._members.expected_until:
+            gone = adapters.sentence(request.adapter_name)
+            return [End(request, Ended(error="unavailable", message=gone, retry_after_s=1.0))]
         if (refused := self._admission.refuse(request, now)) is not None:
             return [End(request, refused)]
         self._machine.admit(request, now)
@@ -139,6 +145,9 @@ class Lifecycle:
             return ""
         refused = [f"worker {name} is refused: {reason}" for name, reason in self.refused(now).items()]
         return "; ".join([self.pools.gap, *refused[:1]])
+
+    def _is_served(self, request: Request) -> bool:
+        return not request.adapter or self.pools.adapters.serves(request.adapter)
 
     def refused(self, now: float) -> dict[str, str]:
         """Return the workers that are refused for their wire version, each with a sentence."""
@@ -266,16 +275,20 @@ class Lifecycle:
         return actions
 
     def _give_up_unserved(self, now: float) -> list[Action]:
-        """End the waiting requests when a role has had no worker for too long."""
-        if not self.pools.gap:
-            self._unserved_since = None
-            return []
-        if self._unserved_since is None:
-            self._unserved_since = now
+        """End the waiting requests when a role, or no fitting pair with their adapter, has been there for too
+        long; at once those whose adapter no worker has any more."""
+        waiting = [r for r in self.queue if r.adapter and not self._is_served(r)]
+        missing = {request.adapter for request in waiting} | ({""} if self.pools.gap else set())
+        since = self._unserved_since = {each: self._unserved_since.get(each, now) for each in missing}
         unserved_s, actions = self.limits.unserved_s, list[Action]()
-        if now - self._unserved_since > unserved_s:
+        late, fail = f"waited {unserved_s:g} s: ", self._machine.fail
+        for request in waiting:
+            gone = adapters.sentence(request.adapter_name)
+            if not self.pools.adapters.may_return(request.adapter):
+                actions += fail(request, "unavailable", f"{gone}; send the request again", now)
+            elif now - since[request.adapter] > unserved_s:
+                actions += fail(request, "unavailable", late + gone, now)
+        if "" in since and now - since[""] > unserved_s:
             for request in self.queue:
-                actions += self._machine.fail(
-                    request, "unavailable", f"waited {unserved_s:g} s: {self.pools.gap}", now
-                )
+                actions += fail(request, "unavailable", late + self.pools.gap, now)
         return actions

@@ -5,16 +5,18 @@ A request waits until a prefill worker and a decode worker that fit together hav
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from math import inf
 from typing import NamedTuple
 
+from ...transport.messages.messages import Role
 from .actions import Action
 from .cache_index import Level
 from .open_workers import MAX_COMPARED, OpenWorkers
 from .pools import Pools
 from .request import Request
-from .request_queue import RequestQueue
+from .request_queue import RequestQueue, Tried
 from .routing import (
     Need,
     Policy,
@@ -80,6 +82,9 @@ class Placement:
         self._shortest_prompt: float = inf
         self._shortest_sequence: float = inf
         self._inconclusive = False  # something other than room may have kept a request waiting
+        self._turned_away: dict[str, float] = {}  # by adapter, tokens: no room for them
+        self._kept_free: dict[Role, set[str]] = {"prefill": set(), "decode": set()}
+        """Adapters of requests that have waited for too long: others leave them the workers with these."""
 
     def place(self, request: Request, now: float) -> list[Action]:
         """Dispatch a new request, or add it to the queue."""
@@ -117,10 +122,10 @@ class Placement:
             return []
         actions: list[Action] = []
 
-        def place(request: Request) -> bool:
+        def place(request: Request) -> Tried:
             begun = self._dispatch(request, now)
             actions.extend(begun)
-            return bool(begun)
+            return "placed" if begun else self._aside(request, now) if request.adapter else "waits"
 
         self._begin_pass()
         version = queue.version
@@ -133,6 +138,9 @@ class Placement:
     def _begin_pass(self) -> None:
         self._blocked = None
         self._shortest_prompt = self._shortest_sequence = inf
+        self._turned_away.clear()
+        for adapters in self._kept_free.values():
+            adapters.clear()
         self._inconclusive = self._queue.has_retries or bool(self._suspicion.suspects)
 
     def _proof(self, order_version: int | None) -> Blocked:
@@ -146,6 +154,19 @@ class Placement:
             return False
         prefills = self._pools.open_of_role("prefill")
         return not any(w.num_others or (not w.accepting and w.dispatches) for w in prefills)
+
+    def _aside(self, request: Request, now: float) -> Tried:
+        """Return whether others may overtake a request that was not placed: where only some workers, or none,
+        have its adapter. Once it has waited for too long they must leave these workers to it."""
+        adapter, pools = request.adapter, self._pools
+        if pools.all_have(adapter):
+            return "waits"
+        if pools.adapters.serves(adapter) and self._queue.is_starving(request, now):
+            self._kept_free["decode"].add(adapter)
+            prefills = self._usable(pools.open_of_role("prefill"), request)
+            if not any(self._prefill_has_room(w, request) for w in prefills):
+                self._kept_free["prefill"].add(adapter)
+        return "aside"
 
     # --- one request ---------------------------------------------------------------------------------
 
@@ -183,11 +204,27 @@ class Placement:
 
     def _choose_pair(self, request: Request) -> Pair | None:
         """Return the workers for a request; None: none has room."""
-        if self._pools.all_fit and not request.num_attempts and not self._suspicion.suspects:
-            pair = self._choose_among_all(request)
-        else:
-            pair = self._choose_among_fitting(request)
-        return pair or self._choose_borrower(request)
+        adapter, pools = request.adapter, self._pools
+        everyone = not self._kept_free["decode"] and (not adapter or pools.all_have(adapter))
+        if everyone and pools.all_fit and not request.num_attempts and not self._suspicion.suspects:
+            if adapter and request.num_tokens >= min(self._shortest_prompt, self._shortest_sequence):
+                return None  # in this pass
+            return self._choose_among_all(request) or self._choose_borrower(request)
+        if adapter and not pools.adapters.serves(adapter):
+            return None
+        too_long = self._turned_away.get(adapter, inf)
+        if not request.num_attempts and request.num_tokens >= too_long:
+            return None
+        pair = self._choose_among_fitting(request) or self._choose_borrower(request)
+        if pair is None and not everyone:
+            self._inconclusive = True
+            self._turned_away[adapter] = min(request.num_tokens, too_long)
+        return pair
+
+    def _usable(self, workers: Iterable[WorkerRecord], request: Request) -> list[WorkerRecord]:
+        """Return the workers that have the request's adapter and are not left to other requests."""
+        kept_free, adapter = self._kept_free, request.adapter
+        return [w for w in workers if w.has(adapter) and kept_free[w.role].isdisjoint(w.contents)]
 
     def _choose_among_all(self, request: Request) -> Pair | None:
         """For a first attempt, where every prefill worker fits every decode worker."""
@@ -235,12 +272,14 @@ class Placement:
             self._shortest_prompt = min(self._shortest_prompt, num_tokens)
             return None
         decodes = pools.open_of_role("decode").with_room(num_tokens)
+        if request.adapter or self._kept_free["decode"]:
+            prefills, decodes = self._usable(prefills, request), self._usable(decodes, request)
         if (avoid := request.avoid) is not None:
             decodes = [w for w in decodes if w is not avoid and w.kind == avoid.kind] or decodes
         if suspicion.suspects:
             prefills, decodes = suspicion.allowed(request, prefills), suspicion.allowed(request, decodes)
-        prefills = holding(request.max_tokens, prefills, pools.open_of_role("prefill"))
-        decodes = holding(request.max_tokens, decodes, pools.open_of_role("decode"))
+        prefills = holding(request, prefills, pools.open_of_role("prefill"))
+        decodes = holding(request, decodes, pools.open_of_role("decode"))
         prefills, decodes = fitting(prefills, decodes)
         if not prefills or not decodes:
             self._inconclusive = True
@@ -264,6 +303,7 @@ class Placement:
             and self._prefill_has_room(prefill, request)
             and num_tokens <= decode.room
             and request.max_tokens <= decode.max_model_len
+            and len(self._usable((prefill, decode), request)) == 2
         ]
         if suspicion.suspects:
             allowed = [suspicion.allowed(request, list(role)) for role in zip(*pairs, strict=True)]
@@ -275,7 +315,9 @@ class Placement:
         prefills = pools.open_of_role("prefill")
         ahead = prefills.sum_of_ranks + self._queue.num_tokens
         lacks_decode = prefills.has_room(num_tokens)
-        max_cost = inf if lacks_decode or not len(prefills) else num_tokens + ahead / len(prefills)
+        some_lack_it = bool(request.adapter) and not pools.all_have(request.adapter)
+        has_to = lacks_decode or some_lack_it or not len(prefills)
+        max_cost = inf if has_to else num_tokens + ahead / len(prefills)
         return choose_borrower(
             pairs, Need.of(request, pairs[0][0], self._assignments.next_dispatch), max_cost
         )

@@ -16,6 +16,7 @@ from ...transport.messages.messages import (
     from_hashes,
 )
 from . import worker_fit
+from .adapters import AdapterIndex
 from .cache_index import CacheIndex
 from .limits import LifecycleLimits
 from .open_workers import OpenWorkers
@@ -24,11 +25,6 @@ from .worker import WorkerId, WorkerRecord
 MAX_REASONS = 64  # remembered of workers that are gone
 LONG_STALL_S = 1.5  # from which on ZeroMQ's heartbeats end connections
 REJOIN_S = 2.0  # ZeroMQ connects again after at most 1.05 s, with all workers at once
-
-
-def process_of(worker: WorkerRecord) -> tuple[str, int]:
-    """Return its name and number."""
-    return worker.hello.process, worker.hello.pid
 
 
 class Pools:
@@ -41,7 +37,9 @@ class Pools:
         """When the workers of a coordinator before this one have come back. Without this wait 2 of 31 clients
         that came again at once had their answer computed anew in a live cluster, with it none of 17."""
         self.workers: dict[WorkerId, WorkerRecord] = {}
-        self.cache = CacheIndex()
+        self.cache, self.adapters = CacheIndex(), AdapterIndex(self.workers)
+        self._all_have: dict[str, bool] = {}  # by adapter, at these versions
+        self._versions: tuple[int, ...] = ()
         self.reasons_lost: dict[WorkerId, str] = {}  # why the latest of the workers that are gone are gone
         self._open: dict[Role, OpenWorkers] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
         self._reserves: dict[Role, OpenWorkers] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
@@ -67,13 +65,23 @@ class Pools:
     def borrowers(self) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:
         """Yield the prefill and the decode worker of each process that may borrow now."""
         for reserve in chain(self._reserves["prefill"], self._reserves["decode"]):
-            home = self._home_of.get(process_of(reserve))
+            home = self._home_of.get(reserve.process)
             if home is not None and home.listed is not None:
                 yield (reserve, home) if reserve.role == "prefill" else (home, reserve)
 
     def keeping(self, answer_id: bytes) -> WorkerRecord | None:
         """Return a decode worker that keeps this answer."""
         return next((w for w in self.of_role("decode") if answer_id in w.answers and not w.ended), None)
+
+    def all_have(self, adapter: str) -> bool:
+        """Whether each worker that takes new work, without reserves, has this adapter."""
+        versions = self.adapters.version, self._open["prefill"].version, self._open["decode"].version
+        if versions != self._versions:
+            self._versions, self._all_have = versions, {}
+        if (known := self._all_have.get(adapter)) is None:
+            known = all(w.has(adapter) for w in chain(self._open["prefill"], self._open["decode"]))
+            self._all_have[adapter] = known
+        return known
 
     # --- coming and going ------------------------------------------------------------------------------
 
@@ -92,8 +100,7 @@ class Pools:
         ]
         for worker in replaced:
             del self.workers[worker.id]
-            worker.list_in(None)
-            self.cache.clear(worker)
+            self._forget(worker)
         if (known := self.workers.get((hello.worker_id, hello.incarnation))) is not None:
             known.last_seen = now
         else:
@@ -106,7 +113,7 @@ class Pools:
             )
             self.workers[worker.id] = worker
             for other in self.workers.values():
-                if hello.home and process_of(other) == process_of(worker) and other is not worker:
+                if hello.home and other.process == worker.process and other is not worker:
                     worker.is_reserve = not other.is_reserve  # it may have been flipped
             worker.list_in((self._reserves if worker.is_reserve else self._open)[worker.role])
         self._workers_changed()
@@ -134,9 +141,13 @@ class Pools:
         self.reasons_lost[worker.id] = reason
         if len(self.reasons_lost) > MAX_REASONS:
             del self.reasons_lost[next(iter(self.reasons_lost))]
+        self._forget(worker)
+        self._workers_changed()
+
+    def _forget(self, worker: WorkerRecord) -> None:
         worker.list_in(None)
         self.cache.clear(worker)
-        self._workers_changed()
+        self.adapters.gone(worker)
 
     def process_ending(self, worker: WorkerRecord) -> None:
         """Give the worker no new work, and do not count its silence: its process has ended."""
@@ -146,6 +157,7 @@ class Pools:
     def _workers_changed(self) -> None:
         """Work out what depends only on which workers are here."""
         self.version += 1
+        self.adapters.changed()
         workers = self.workers.values()
         self._of_role: dict[Role, list[WorkerRecord]] = {
             "prefill": [w for w in workers if w.role == "prefill"],
@@ -156,10 +168,10 @@ class Pools:
         """Why no request can be served, as a sentence; empty if some pair fits together."""
         self.has_mixed = any(w.is_mixed for w in workers)
         """Whether any worker's process has both roles, and prefers neither."""
-        self._home_of = {process_of(w): w for w in workers if w.hello.home and not w.is_reserve}
+        self._home_of = {w.process: w for w in workers if w.hello.home and not w.is_reserve}
         """By process: its worker of the role that it prefers, where the process may borrow."""
         for worker in workers:
-            worker.home = self._home_of.get(process_of(worker)) if worker.is_reserve else None
+            worker.home = self._home_of.get(worker.process) if worker.is_reserve else None
         self.all_fit = not self.has_mixed and len({(w.kind, w.max_model_len) for w in workers}) == 1
         """Whether every prefill worker fits every decode worker, and all hold sequences of the same
         length."""
@@ -202,6 +214,9 @@ class Pools:
         elif events.number != worker.num_cache_reports + 1:
             return
         worker.num_cache_reports = events.number
+        before = self.adapters.version
+        self.adapters.report(worker, events)
+        self.version += self.adapters.version != before
         self.cache.store(worker, from_hashes(events.stored))
         self.cache.remove(worker, from_hashes(events.removed))
         worker.answers.update(from_hashes(events.answers_kept))

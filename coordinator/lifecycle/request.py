@@ -109,6 +109,7 @@ class Request:
     deadline: float
     priority: int = 0  # among the requests of one tenant: lower is sooner
     adapter: str = ""  # named by its content, as workers report it; empty: none
+    adapter_name: str = ""  # its client's name for it
     salt: bytes = b""  # of the block hashes: prefix caches are shared only between requests of equal salt
     session: str = ""  # requests of one session prefer the same workers
     prompt_logprobs: int | None = None

@@ -17,6 +17,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
+from typing import Literal
 
 from .request import PriorityClass, Request
 
@@ -25,6 +26,8 @@ LOOK_AHEAD = 32
 WEIGHTS: dict[PriorityClass, float] = {"premium": 64.0, "standard": 16.0, "free": 4.0, "batch": 1.0}
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Cost of a token, as in the paper: a generated one holds its blocks and a row for longer."""
+Tried = Literal["placed", "waits", "aside"]
+"""``aside``: it waits for something that others do not need, and they may overtake it."""
 Entry = tuple[int, float, int, Request, int]
 """Priority, arrival, tie-break, request, number of tokens."""
 
@@ -198,31 +201,35 @@ class RequestQueue:
 
     # --- a pass over the queue -----------------------------------------------------------------------
 
-    def serve(self, place: Callable[[Request], bool], now: float) -> bool:
-        """Try requests from the head of the queue; ``place`` dispatches one, or returns False.
+    def is_starving(self, request: Request, now: float) -> bool:
+        """Whether it waits before all others, or for too long to be overtaken by one that needs its room."""
+        return bool(request.num_attempts) or now - request.arrival > self._starving_s
+
+    def serve(self, place: Callable[[Request], Tried], now: float) -> bool:
+        """Try requests from the head of the queue; ``place`` dispatches one if it can.
 
         Return whether every request that is left, and could come first under any shares, has been tried, or
         is at least as long as one that was.
         """
         return self._serve_retries(place, now) and self._serve_new(place, now)
 
-    def _serve_retries(self, place: Callable[[Request], bool], now: float) -> bool:
+    def _serve_retries(self, place: Callable[[Request], Tried], now: float) -> bool:
         """Return whether other requests may be served too."""
         for entry in list(self._retries):
             request = entry[3]
             if now < request.not_before:
                 continue
-            if place(request):
+            if (tried := place(request)) == "placed":
                 self.charge(request)
                 self.remove(request)
-            elif not request.suspect:
+            elif tried == "waits" and not request.suspect:
                 return False
         return True
 
-    def _serve_new(self, place: Callable[[Request], bool], now: float) -> bool:
+    def _serve_new(self, place: Callable[[Request], Tried], now: float) -> bool:
         if len(self._entries) == 1 and not self._retries:  # the usual case
             (request,) = self._entries
-            if place(request):
+            if place(request) == "placed":
                 self.charge(request)
                 self.remove(request)
             return True
@@ -232,10 +239,13 @@ class RequestQueue:
             if (entry := turns.next()) is None:
                 return True
             request, num_tokens = entry[3:]
-            if num_tokens < too_long and place(request):
+            tried = place(request) if num_tokens < too_long or request.adapter else "waits"
+            if tried == "placed":
                 self.charge(request)
                 self.remove(request)
                 turns.served()
+            elif tried == "aside":
+                turns.step_aside()
             elif now - request.arrival > self._starving_s:
                 return turns.in_fixed_order
             else:
@@ -265,7 +275,7 @@ class _Turns:
         for heap in self._heaps.values():
             heapq.heapify(heap)
         self._at: PriorityClass | None = None
-        self.num_passed_over = 0
+        self.num_passed_over = self._num_aside = 0
         self.in_fixed_order = sum(map(len, self._heaps.values())) == 1  # one tenant's own order
 
     def next(self) -> Entry | None:
@@ -285,12 +295,17 @@ class _Turns:
         self.num_passed_over += 1
         self._advance(1)
 
+    def step_aside(self) -> None:
+        """Go on: the request stays, and is not counted."""
+        self._num_aside += 1
+        self._advance(1)
+
     def _advance(self, step: int) -> None:
         assert self._at is not None, "next() comes first"
         heap, members = self._heaps[self._at], self._classes[self._at]
         _, tenant, index = heap[0]
         waiting = members.tenants.get(tenant)
-        if waiting is not None and index + step < min(len(waiting.entries), LOOK_AHEAD):
+        if waiting is not None and index + step < min(len(waiting.entries), LOOK_AHEAD + self._num_aside):
             heapq.heapreplace(heap, (members.shares.counter(tenant), tenant, index + step))
         else:
             heapq.heappop(heap)

@@ -127,13 +127,14 @@ def fitting(
 
 
 def holding(
-    num_tokens: int, candidates: list[WorkerRecord], open_workers: Iterable[WorkerRecord]
+    request: Request, candidates: list[WorkerRecord], open_workers: Iterable[WorkerRecord]
 ) -> list[WorkerRecord]:
-    """Return the candidates that can hold a sequence of this length.
+    """Return the candidates that can hold the request with all tokens that it may get.
 
-    Where no open worker can, return all: the sequence then ends early, with ``length``.
+    Where no open worker that has its adapter can, return all: it then ends early, with ``length``.
     """
-    if not any(w.max_model_len >= num_tokens for w in open_workers):
+    num_tokens, adapter = request.max_tokens, request.adapter
+    if not any(w.max_model_len >= num_tokens and w.has(adapter) for w in open_workers):
         return candidates
     return [w for w in candidates if w.max_model_len >= num_tokens]
 

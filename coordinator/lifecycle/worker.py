@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from ...transport.messages.blocks import num_behind
-from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
+from ...transport.messages.messages import Adapter, Drain, Flip, Hello, Load, Peer, Role
 from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
 
 WorkerId = tuple[str, int]  # worker id, incarnation
@@ -77,6 +77,8 @@ class WorkerRecord:
     cached: set[bytes] = field(default_factory=set)  # hashes of the blocks in its prefix cache
     answers: set[bytes] = field(default_factory=set)  # that it keeps for clients that may come again
     num_cache_reports: int = 0  # the last one that ``cached`` has
+    adapters: tuple[Adapter, ...] = ()  # as it last reported
+    contents: frozenset[str] = frozenset()  # of these
     welcomed_at: float = -1e9  # when it was last asked for a report of its whole cache
     dispatches: set[int] = field(default_factory=set)  # assigned to it
     held: set[int] = field(default_factory=set)  # as it last reported
@@ -92,6 +94,7 @@ class WorkerRecord:
     num_borrowed: int = 0  # sequences that a prefill worker's process generates for
     misfit: str = ""  # why it gets no work, where it fits no worker of the other role: for its own log
     id: WorkerId = field(init=False)
+    process: tuple[str, int] = field(init=False)  # its name and number
     name_hash: int = field(init=False)  # 64 bits, the same in each coordinator
     peer: Peer = field(init=False)  # how prefill workers reach it
     role: Role = field(init=False)
@@ -115,6 +118,7 @@ class WorkerRecord:
     def __post_init__(self) -> None:
         hello = self.hello
         self.id, self.name_hash = (hello.worker_id, hello.incarnation), hash64(hello.worker_id)
+        self.process = hello.process, hello.pid
         self.peer = Peer(worker_id=hello.worker_id, incarnation=hello.incarnation, address=hello.peer_address)
         self.role, self.block_size, self.window = hello.role, hello.model.block_size, hello.model.window
         self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
@@ -250,6 +254,10 @@ class WorkerRecord:
         before it, since caches evict leaves first."""
         cached = self.cached
         return bisect_left(hashes, True, key=lambda block_hash: block_hash not in cached)
+
+    def has(self, adapter: str) -> bool:
+        """Whether it has the adapter of this content; it has the empty one, the model itself."""
+        return not adapter or adapter in self.contents
 
     def reported_without(self, dispatch: int, since: float) -> bool:
         """Whether it has reported since then without naming this dispatch."""

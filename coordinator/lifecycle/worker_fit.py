@@ -29,6 +29,19 @@ def gap(prefills: list[WorkerRecord], decodes: list[WorkerRecord]) -> str:
     return f"{names} do not fit together: {_difference(a, b)}"
 
 
+def has_pair(workers: list[WorkerRecord]) -> bool:
+    """Whether two of these workers serve a request together: mixed ones and reserves serve with their own
+    process alone."""
+    prefills = [w for w in workers if w.role == "prefill"]
+    kinds = {w.kind for w in prefills if not (w.is_mixed or w.is_reserve)}
+    processes = {w.process for w in prefills if w.hello.mixed}
+    return any(
+        (w.kind in kinds and not w.is_reserve) or (w.hello.mixed and w.process in processes)
+        for w in workers
+        if w.role == "decode"
+    )
+
+
 def misfits(
     prefills: list[WorkerRecord], decodes: list[WorkerRecord]
 ) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:

@@ -12,7 +12,7 @@ from support.lifecycle_bench import Bench, Sink, sent
 
 from splitserve.coordinator.lifecycle.lifecycle import CHARGE_EVERY_S
 from splitserve.coordinator.lifecycle.request import PriorityClass, Request
-from splitserve.coordinator.lifecycle.request_queue import LOOK_AHEAD, WEIGHTS, RequestQueue
+from splitserve.coordinator.lifecycle.request_queue import LOOK_AHEAD, WEIGHTS, RequestQueue, Tried
 from splitserve.transport.messages.messages import Prefill, SamplingParams
 
 
@@ -30,12 +30,12 @@ def serve(queue: RequestQueue, count: int, now: float = 0.0) -> list[Request]:
     """Return the next ``count`` requests, each dispatched once."""
     served: list[Request] = []
 
-    def place(request: Request) -> bool:
+    def place(request: Request) -> Tried:
         if len(served) == count:
-            return False
+            return "waits"
         request.num_attempts = 1
         served.append(request)
-        return True
+        return "placed"
 
     queue.serve(place, now)
     return served
@@ -168,7 +168,7 @@ def test_a_tenant_whose_prompts_do_not_fit_hides_nobody_elses() -> None:
     queue.add(make("short", 10, 0.0))
     queue._classes["standard"].shares.charge("short", 1000)  # it is not its turn
     placed: list[Request] = []
-    queue.serve(lambda f: f.num_tokens < 50 and not placed.append(f), 0.0)
+    queue.serve(lambda f: "placed" if f.num_tokens < 50 and not placed.append(f) else "waits", 0.0)
     assert [f.tenant for f in placed] == ["short"]
 
 
