@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Protocol
 
 from ..transport.channels.coordinator_link import identity_of, worker_of
@@ -64,6 +65,8 @@ class LifecycleDispatcher:
         self._longest = 0
         self._known: dict[WorkerId, str] = {}
         self._version = -1  # of the pools, when ``_known`` was taken
+        self._adapters: Mapping[str, str] = {}  # that were served then
+        self._conflicts = frozenset[str]()  # that were logged
         self._pending: list[Action] = []
         self._carrying_out = False
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
@@ -260,6 +263,7 @@ class LifecycleDispatcher:
         if self._known != known:
             for misfit in pools.misfits():
                 self._log.warning(misfit)
+        self._note_adapters()
         longest = pools.max_sequence_tokens
         if longest != self._longest:
             self._longest = longest
@@ -267,6 +271,18 @@ class LifecycleDispatcher:
                 "requests may have %d tokens, prompt and output together; --max-model-len may lower it",
                 longest,
             )
+
+    def _note_adapters(self) -> None:
+        """Log the adapters that clients may name, or no longer, and names that they may not have."""
+        adapters, before = self._core.pools.adapters, self._adapters
+        self._adapters = served = adapters.names().served
+        if come := served.keys() - before.keys():
+            self._log.info("adapters that requests may name: %s", ", ".join(sorted(come)))
+        if gone := before.keys() - served.keys():
+            self._log.warning("adapters that no pair of workers has any more: %s", ", ".join(sorted(gone)))
+        if taken := adapters.conflicts - self._conflicts:
+            self._conflicts |= taken
+            self._log.warning("not served, for the model itself has the name: %s", ", ".join(sorted(taken)))
 
 
 class ClosedSink:

@@ -159,6 +159,7 @@ def _stop_events(place: Place) -> tuple[asyncio.Event, asyncio.Event]:
 
 
 def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle) -> ServedModel:
+    lifecycle.pools.adapters.taken = frozenset((settings.model_name, *settings.served_model_name.split(",")))
     return ServedModel.load(
         settings.model,
         settings.model_name,
@@ -168,6 +169,7 @@ def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle) -> ServedMode
         reasoning_parser=settings.reasoning_parser,
         trusts_templates=settings.trust_request_chat_template,
         workers_hold=partial(getattr, lifecycle.pools, "max_sequence_tokens"),
+        adapters=lifecycle.pools.adapters.names,
     )
 
 

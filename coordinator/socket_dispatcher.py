@@ -148,6 +148,7 @@ def debug_state(core: Lifecycle, now: float) -> dict[str, Any]:
             for worker in core.pools.workers.values()
         ],
         "refused": core.refused(now),
+        "adapters": dict(core.pools.adapters.names().served),
     }
 
 
@@ -163,6 +164,7 @@ def system_snapshot(core: Lifecycle) -> SystemSnapshot:
         stages=dict(Counter(request.state for request in core.requests.values())),
         reasons_lost={worker_id: reason for (worker_id, _), reason in core.pools.reasons_lost.items()},
         last_retries=tuple(core.outcomes.last_retries),
+        num_adapters=len(core.pools.adapters.names().served),
     )
 
 
@@ -202,6 +204,7 @@ def _debug_worker(worker: WorkerRecord, now: float) -> dict[str, object]:
         "steps": load.steps,
         "counters": load.counters,
         "cached_hashes": len(worker.cached),
+        "adapters": [[adapter.name, adapter.content] for adapter in worker.adapters],
         "dispatches": sorted(worker.dispatches),
         "held": sorted(worker.held),
     }
@@ -229,4 +232,5 @@ def _worker_snapshot(worker: WorkerRecord) -> WorkerSnapshot:
         busy=worker.busy.share,
         steps=load.steps,
         counters=load.counters,
+        adapters=[adapter.name for adapter in worker.adapters if adapter.name],
     )

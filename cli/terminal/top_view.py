@@ -119,20 +119,22 @@ def _workers(workers: Sequence[dict[str, Any]], width: int) -> RenderableType:
             f"{cached / max(1, total):.0%}",
             f"{worker['running']:,}",
             f"{worker['waiting']:,}",
-            "[yellow]draining[/]" if worker["draining"] else _gpu(worker["gauges"]),
+            "[yellow]draining[/]" if worker["draining"] else _more(worker),
         )
     return Group(table, Text())
 
 
-def _gpu(gauges: Mapping[str, float]) -> str:
-    """Return the GPU's readings; empty without one."""
+def _more(worker: Mapping[str, Any]) -> str:
+    """Return the GPU's readings and the number of adapters; empty without either."""
+    gauges, num = worker["gauges"], worker.get("num_adapters", 0)
     units = {
         "gpu_utilization_ratio": "{:.0%}",
         "gpu_power_watts": "{:.0f} W",
         "gpu_temperature_celsius": "{:.0f} °C",
     }
     readings = [unit.format(gauges[name]) for name, unit in units.items() if name in gauges]
-    return f"GPU {' '.join(readings)}" if readings else ""
+    gpu = [f"GPU {' '.join(readings)}"] if readings else []
+    return "  ".join([*gpu, *([f"{num} adapter{'s' * (num > 1)}"] if num else [])])
 
 
 def _steering(state: Mapping[str, Any]) -> RenderableType:

@@ -24,6 +24,7 @@ NUM_POINTS = 450  # 15 minutes
 NUM_RECENT = 120
 RATE_S = 10.0
 """Window over which the flow between workers is counted."""
+MAX_NAMES = 16  # of a worker's adapters
 MAX_TENANTS = 200
 QUANTILES = (50, 95, 99)
 COUNTED = {"output": "output_tokens", "prompt": "prompt_tokens", "cached": "cached_tokens"}
@@ -31,14 +32,14 @@ COUNTED = {"output": "output_tokens", "prompt": "prompt_tokens", "cached": "cach
 
 class LiveView:
     """``now`` at its start; ``wall``: that moment in seconds since 1970, for the charts' time axis.
-    ``answered``: cumulative counts of requests by endpoint and status, of which the HTTP side is the owner;
+    ``answered``: cumulative counts of requests, by status among others, of which the HTTP side is the owner;
     refused requests are in it too."""
 
     def __init__(
         self,
         now: float,
         wall: float,
-        answered: Mapping[tuple[str, str], int] | None = None,
+        answered: Mapping[tuple[str, str, str], int] | None = None,
         objectives: Objectives | None = None,
     ) -> None:
         self._began, self._wall = now, wall
@@ -164,7 +165,7 @@ class LiveView:
 
     def _by_status(self) -> Counter[str]:
         found: Counter[str] = Counter()
-        for (_, status), count in self._answered.items():
+        for (_, status, _), count in self._answered.items():
             found[status] += count
         return found
 
@@ -228,6 +229,8 @@ def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
         "waiting_tokens": worker.num_waiting_tokens,
         "busy": None if worker.busy is None else round(worker.busy, 3),
         "draining": worker.draining,
+        "num_adapters": len(worker.adapters),
+        "adapters": worker.adapters[:MAX_NAMES],
         "counters": dict(worker.counters),
         "gauges": dict(worker.gauges),
     }

@@ -126,7 +126,7 @@ class OllamaRoutes:
                 "modelfile": "",
                 "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
                 "template": self._model.template_source,
-                "details": self._details(),
+                "details": self._details(asked.model.removesuffix(LATEST)),
                 "model_info": info,
                 "capabilities": ["completion", "tools", *(["thinking"] if model.chat_style.thinks else [])],
                 "modified_at": self._card(model.name)["modified_at"],
@@ -134,12 +134,12 @@ class OllamaRoutes:
         )
 
     async def _tags(self, request: Request) -> Response:
-        return json_response({"models": list(map(self._card, self._model.names))})
+        return json_response({"models": list(map(self._card, self._model.listed()))})
 
     async def _loaded(self, request: Request) -> Response:
         more = {"expires_at": NEVER, "size_vram": 0, "context_length": self._model.max_model_len}
         ready = self._dialect.generation.dispatcher.ready()
-        loaded = [{**self._card(name), **more} for name in self._model.names]
+        loaded = [{**self._card(name), **more} for name in self._model.listed()]
         return json_response({"models": loaded if ready else []})
 
     async def _version(self, request: Request) -> Response:
@@ -150,22 +150,28 @@ class OllamaRoutes:
 
     def _card(self, name: str) -> dict[str, Any]:
         """Return the model as lists have it, under one of its names. The coordinator has no weights: the size
-        is 0, and the digest is that of the first name, the context and the template."""
+        is 0, and the digest is that of the first name, the context, the template and an adapter's content."""
         model = self._model
-        about = f"{model.name}\0{model.longest}\0{model.vocab_size}\0{self._model.template_source}"
+        about = f"{model.name}\0{model.longest}\0{model.vocab_size}\0{model.template_source}"
+        about += self._model.adapters().served.get(name, "")
         return {
             "name": name,
             "model": name,
             "modified_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
             "size": 0,
             "digest": hashlib.sha256(about.encode()).hexdigest(),
-            "details": self._details(),
+            "details": self._details(name),
         }
 
-    def _details(self) -> dict[str, Any]:
-        family = self._model.architecture
+    def _details(self, name: str) -> dict[str, Any]:
+        family, model = self._model.architecture, self._model
         named = {"format": "safetensors", "family": family, "families": [family]}
-        return {"parent_model": "", **named, "parameter_size": "", "quantization_level": ""}
+        return {
+            "parent_model": "" if name in model.names else model.name,
+            **named,
+            "parameter_size": "",
+            "quantization_level": "",
+        }
 
 
 async def lines_of(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:

@@ -66,7 +66,8 @@ class ResponsesRoutes:
         """Answer a POST. Raises ApiError."""
         asked = await self._dialect.read(request, ResponsesRequest)
         items, chat = await self._chat_of(request, asked)
-        answer = ResponseAnswer(f"resp_{secrets.token_hex(24)}", asked, self._model.name)
+        name = self._model.shown_name(asked.model)
+        answer = ResponseAnswer(f"resp_{secrets.token_hex(24)}", asked, name)
         if self._store is None:
             answer.response["store"] = False
         if asked.background:

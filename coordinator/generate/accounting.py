@@ -23,18 +23,12 @@ class Accounting:
     """One exchange's numbers. The choice that ended last gives stages and workers. Monotonic seconds."""
 
     def __init__(
-        self,
-        id: str,
-        plan: RequestPlan,
-        call: Answering,
-        model_name: str,
-        arrival: float,
-        choices: Sequence[Choice],
+        self, id: str, plan: RequestPlan, call: Answering, arrival: float, choices: Sequence[Choice]
     ) -> None:
         self.arrival = arrival
         self.status = ""  # as it is counted; empty while it runs
         self.num_prompt_tokens = plan.num_prompt_tokens
-        self._id, self._plan, self._call, self._model_name = id, plan, call, model_name
+        self._id, self._plan, self._call = id, plan, call
         self._choices = choices
         self._last: Ended | None = None
         self._ledger = TimeLedger("parse", arrival)
@@ -103,7 +97,7 @@ class Accounting:
     def billing_begun(self) -> UsageRecord:
         """Return what is known for billing before the first token."""
         account, plan = self._call.account, self._plan
-        names = (account.tenant, account.key, self._model_name, plan.endpoint, plan.priority_class)
+        names = (account.tenant, account.key, plan.model, plan.endpoint, plan.priority_class)
         return UsageRecord(self._id, time(), *names, "", self.num_prompt_tokens)
 
     def billing(self) -> UsageRecord:

@@ -237,6 +237,7 @@ class GenerationApi:
         id, trace = self._ids.new(plan.endpoint, named), None
         if self.tracing is not None:
             trace = begin_trace(self.tracing, call.endpoint, call.headers, arrival, self.metrics.failures)
+        plan = plan._replace(adapter=self.model.adapter(plan.model))
         answering: Answering = call if self.bodies is None else self.bodies.record(call)
         call.drop_body()
         exchange = HttpExchange(self, answering, plan, id, arrival, trace, named, key)

@@ -75,7 +75,7 @@ class HttpExchange:
         self.deadline = arrival + plan.timeout_s
         self.more_headers: Headers = []
         self.admission: Admission | None = None
-        self.account = Accounting(id, plan, call, service.model.name, arrival, self.choices)
+        self.account = Accounting(id, plan, call, arrival, self.choices)
         self.usage_so_far = self.account.usage_so_far
         self._service, self._call, self._trace = service, call, trace
         self._dispatcher, self._metrics = service.dispatcher, service.metrics
@@ -128,6 +128,8 @@ class HttpExchange:
             arrival=self.account.arrival,
             deadline=self.deadline,
             priority=plan.priority,
+            adapter=plan.adapter,
+            adapter_name=plan.model,
             tenant=account.tenant,
             priority_class=plan.priority_class,
             salt=salt_of(account.salt, plan.cache_salt),
@@ -291,7 +293,8 @@ class HttpExchange:
     def _end(self, status: str) -> None:
         self._over = True
         self.account.status = status
-        self._metrics.request_ended(self.plan.endpoint, status)
+        adapter = self.plan.model if self.plan.adapter else ""
+        self._metrics.request_ended(self.plan.endpoint, status, adapter)
 
     def _look_if_done(self) -> None:
         if self._closed and self._num_running <= 0 and not self._reported:  # negative: see ``overdue``

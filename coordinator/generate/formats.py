@@ -51,7 +51,7 @@ class CompletionFormat:
     CHUNK: ClassVar[str] = "text_completion"
 
     def __init__(self, plan: RequestPlan, id: str, model: ServedModel) -> None:
-        self._id, self._model_name = id, model.name
+        self._id, self._model_name = id, plan.model
         self._created = int(time())
         self._table = model.tokenizer.table
         self._plan = plan

@@ -51,6 +51,7 @@ class RequestPlan(NamedTuple):
     """What one request asks for."""
 
     endpoint: Endpoint
+    model: str  # the name that answers have
     # prompts
     prompts: list[Prompt]
     num_prompt_tokens: int  # of each prompt once, however many candidates it has
@@ -85,6 +86,7 @@ class RequestPlan(NamedTuple):
     cache_salt: str  # empty: the tenant's alone
     session: str  # requests of one session prefer the same workers
     unknown_fields: Sequence[str]
+    adapter: str = ""  # the content that ``model`` stands for, once the request is opened
 
     @property
     def num_choices(self) -> int:
@@ -178,6 +180,7 @@ class Planner:
         priority_class = class_in_force(request.service_tier, own_class)
         return RequestPlan(
             endpoint="/v1/completions" if chat is None else "/v1/chat/completions",
+            model=self.model.shown_name(request.model),
             prompts=[(prompt if echo else prompt.without_text()).packed() for prompt in prompts],
             num_prompt_tokens=sum([len(prompt.token_ids) for prompt in prompts]),
             samplings=[sampling_of(request, self.model, len(p.token_ids), grammar) for p in prompts],

@@ -72,7 +72,8 @@ class IdempotencyKey(NamedTuple):
             own = int.from_bytes(_digest(8, self.digest, b"%d" % number)) >> 1
             request.sampling = replace(request.sampling, seed=own)
         if request.sampling.logprobs is None and request.prompt_logprobs is None:
-            asked = (u32(request.prompt_token_ids), _encoded(request.sampling), request.salt)
+            asked = [u32(request.prompt_token_ids), _encoded(request.sampling), request.salt]
+            asked += [request.adapter.encode()] if request.adapter else []
             request.answer_id = _digest(ANSWER_ID_BYTES, self.digest, b"%d" % number, *asked)
         return request
 

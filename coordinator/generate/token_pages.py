@@ -3,7 +3,7 @@ for large ones."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import orjson
 from pydantic import Field, model_validator
@@ -37,9 +37,11 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=INT64)]], Field(max_length=MAX_TOKENS)]
 
 
+TextRequest = TypeVar("TextRequest", TokenizeRequest, DetokenizeRequest)
+
+
 def tokenized(request: TokenizeRequest, model: ServedModel) -> bytes:
     """Raises ApiError."""
-    model.check_name(request.model)
     tokenizer = model.tokenizer
     if (messages := request.messages) is not None:
         ids = chat_prompt(request, messages, request.tools or (), model, most=MAX_TOKENS).token_ids
@@ -59,7 +61,6 @@ def tokenized(request: TokenizeRequest, model: ServedModel) -> bytes:
 
 def detokenized(request: DetokenizeRequest, model: ServedModel) -> bytes:
     """Raises ApiError."""
-    model.check_name(request.model)
     if request.tokens and (most := max(request.tokens)) >= model.vocab_size:
         raise WrongField("tokens", f"token id {most} is outside the vocabulary of {model.vocab_size} tokens")
     return orjson.dumps({"prompt": model.tokenizer.decode(request.tokens)})

@@ -157,9 +157,10 @@ class Metrics:
         )
         self.registry.register(SystemCollector(system))
 
-    def request_ended(self, endpoint: str, status: str) -> None:
-        """Count a response. ``status``: the HTTP status, or "cancelled" if the client went away first."""
-        self.counts.requests[endpoint, status] += 1
+    def request_ended(self, endpoint: str, status: str, adapter: str = "") -> None:
+        """Count a response. ``status``: the HTTP status, or "cancelled" if the client went away first.
+        ``adapter``: the name of the model's adapter that it is for."""
+        self.counts.requests[endpoint, status, adapter] += 1
 
     def refused(self, error: ApiError) -> None:
         """Count a request that got this error and no token."""

@@ -39,8 +39,8 @@ class Counts:
     output_tokens: int = 0
     retries: int = 0
     recovered: int = 0
-    # by endpoint and status
-    requests: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    # by endpoint, status and name of the adapter, empty without one
+    requests: defaultdict[tuple[str, str, str], int] = field(default_factory=lambda: defaultdict(int))
     sequences: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by finish reason
     refusals: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
 
@@ -68,8 +68,8 @@ class ServerCollector:
         requests = CounterMetricFamily(
             "splitserve_requests", "HTTP requests for tokens.", labels=["model_name", "endpoint", "status"]
         )
-        for (endpoint, status), count in counts.requests.items():
-            requests.add_metric([model, endpoint, status], count)
+        for (endpoint, status, adapter), count in counts.requests.items():
+            requests.add_metric([adapter or model, endpoint, status], count)
         sequences = CounterMetricFamily(
             "splitserve_sequences", "Sequences that ended.", labels=["model_name", "finished_reason"]
         )

@@ -112,6 +112,9 @@ class SystemCollector:
             workers.add_metric([role], sum(worker.role == role for worker in system.workers))
         yield workers
         yield GaugeMetricFamily(
+            "splitserve_adapters", "Adapters that requests may name.", value=system.num_adapters
+        )
+        yield GaugeMetricFamily(
             "splitserve_num_requests_waiting", "Sequences that wait for a worker.", value=system.num_waiting
         )
         yield GaugeMetricFamily(

@@ -30,6 +30,7 @@ class WorkerSnapshot(NamedTuple):
     device: str = ""  # its GPU's UUID; of four GPUs the first one's and *4
     gauges: Mapping[str, float] = NOTHING
     busy: float | None = None  # share of the last seconds in which a step ran, 0 to 1; None: not known
+    adapters: Sequence[str] = ()  # names of those that it has
     max_num_seqs: int = 0  # rows of its batch; 0: not known
 
 
@@ -48,6 +49,7 @@ class SystemSnapshot:
     steering: Mapping[str, Any] | None = None  # JSON-ready; None: there is no pool controller
     # why the latest workers that are gone are gone, by worker id
     reasons_lost: Mapping[str, str] = field(default_factory=dict)
+    num_adapters: int = 0  # that requests may name
     last_retries: Sequence[str] = ()  # the latest requests that had to be dispatched again, and why
 
 

@@ -112,7 +112,10 @@ def _chunk(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
 
 
 _OBJECT = {"type": "object"}
-_MODEL = record(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=COUNT)
+_MODEL = record(
+    id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=COUNT, root=STRING,
+    parent=STRING_OR_NULL,
+)  # fmt: skip
 _TEXT = {"text": STRING, "logprobs": or_null(_TEXT_LOGPROBS)}
 _CHAT = {"logprobs": or_null(_CHAT_LOGPROBS)}
 SCHEMAS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import sqlite3
 import tempfile
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import orjson
 from starlette.applications import Starlette
@@ -27,8 +27,8 @@ from ..errors import (
 )
 from ..full_disk import is_full
 from ..generate.api import GenerationApi
-from ..generate.bodies.fields import Body, UnknownFields
-from ..generate.token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
+from ..generate.bodies.fields import UnknownFields
+from ..generate.token_pages import DetokenizeRequest, TextRequest, TokenizeRequest, detokenized, tokenized
 from ..http.answers import error_response, json_response
 from ..http.body import ClientGone, held_body
 from ..http.call import Endpoint
@@ -40,8 +40,6 @@ from ..text.served_model import ServedModel
 from ..validation import validated
 from .health import Health
 from .openapi import document
-
-Asked = TypeVar("Asked", bound=Body)
 
 
 class OrdinaryRoutes:
@@ -87,7 +85,7 @@ class OrdinaryRoutes:
         return app
 
     async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": list(map(self._model_card, self._model.names))})
+        return json_response({"object": "list", "data": list(map(self._model_card, self._model.listed()))})
 
     async def _one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -101,7 +99,11 @@ class OrdinaryRoutes:
         return await self._page(request, "detokenize", DetokenizeRequest, detokenized)
 
     async def _page(
-        self, request: Request, work: str, kind: type[Asked], answer: Callable[[Asked, ServedModel], bytes]
+        self,
+        request: Request,
+        work: str,
+        kind: type[TextRequest],
+        answer: Callable[[TextRequest, ServedModel], bytes],
     ) -> Response:
         limits, headers = self._generation.limits, dict(request.scope["headers"])
         async with held_body(
@@ -112,6 +114,7 @@ class OrdinaryRoutes:
             else:
                 asked = validated(kind, body)
                 self._unknown.note(asked.unknown_fields())
+                self._model.check_name(asked.model)
                 text = await self._model.tokenizer.aside(lambda: answer(asked, self._model))
         return Response(text, media_type="application/json")
 
@@ -150,6 +153,8 @@ class OrdinaryRoutes:
             "created": model.created,
             "owned_by": "splitserve",
             "max_model_len": model.max_model_len,
+            "root": model.name if name in model.names else name,
+            "parent": None if name in model.names else model.name,
         }
 
 

@@ -12,10 +12,12 @@ from typing import Annotated, Any
 from msgspec import Meta, ValidationError, convert
 
 from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
-from ..errors import CannotStart, InvalidRequest, NotFound, WrongField
+from ..errors import RETRY_AFTER_S, CannotStart, InvalidRequest, NotFound, Unavailable, WrongField
+from ..lifecycle.adapters import AdapterNames
 from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer, read_json
 
+MAX_LISTED = 16  # names in an error
 LONGEST = 1 << 24
 """Tokens of a context where config.json names none: the workers' lengths decide."""
 
@@ -42,7 +44,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """``aliases``: further names that requests may give; answers have ``name``."""
+    """``aliases``: further names that requests may give; answers have ``name``, or an adapter's name."""
 
     name: str
     tokenizer: Tokenizer
@@ -61,10 +63,17 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     workers_hold: Callable[[], int] = lambda: 0
     """The longest sequence that every worker holds; 0: not known yet."""
+    adapters: Callable[[], AdapterNames] = AdapterNames
+    """The adapters that workers have."""
 
     @property
     def names(self) -> Sequence[str]:
+        """The model's own names, without adapters."""
         return (self.name, *self.aliases)
+
+    def listed(self) -> list[str]:
+        """Return all names that requests may give now."""
+        return [*self.names, *self.adapters().served]
 
     @property
     def max_model_len(self) -> int:
@@ -88,6 +97,7 @@ class ServedModel:
         reasoning_parser: ReasoningOption = "auto",
         trusts_templates: bool = False,
         workers_hold: Callable[[], int] = lambda: 0,
+        adapters: Callable[[], AdapterNames] = AdapterNames,
     ) -> ServedModel:
         """Read a checkpoint folder. Raises CannotStart."""
         try:
@@ -124,6 +134,7 @@ class ServedModel:
                 eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
                 trusts_templates=trusts_templates,
                 workers_hold=workers_hold,
+                adapters=adapters,
             )
         except (OSError, ValueError) as error:
             raise CannotStart(str(error)) from error
@@ -147,14 +158,35 @@ class ServedModel:
             )
         return self.chat_template
 
+    def shown_name(self, name: str | None) -> str:
+        """Return the name that answers have. A request that names no model means the model itself."""
+        return self.name if name is None or name in self.names else name
+
     def check_name(self, name: str | None) -> None:
-        """Raises NotFound. A request that names no model means the one there is."""
-        if name is not None and name not in self.names:
-            raise NotFound(
-                f"The model {name!r} does not exist; this server has {', '.join(map(repr, self.names))}.",
-                param="model",
-                code="model_not_found",
+        """Raises NotFound, or Unavailable where it may be the name of an adapter."""
+        self.adapter(self.shown_name(name))
+
+    def adapter(self, shown_name: str) -> str:
+        """Return the content of the adapter of this name; empty: it is the model's. Raises as check_name."""
+        if shown_name == self.name:
+            return ""
+        served, absent, complete = self.adapters()
+        if (content := served.get(shown_name) or absent.get(shown_name)) is not None:
+            return content
+        if not complete:
+            raise Unavailable(
+                f"The model has not the name {shown_name!r}, and which adapters there are is not known yet: "
+                "some worker has still to report, or none is connected.",
+                retry_after_s=RETRY_AFTER_S,
             )
+        names = self.listed()
+        there_are = ", ".join(map(repr, names[:MAX_LISTED]))
+        more = f" and {len(names) - MAX_LISTED} more (GET /v1/models)" if len(names) > MAX_LISTED else ""
+        raise NotFound(
+            f"The model {shown_name!r} does not exist; this server has {there_are}{more}.",
+            param="model",
+            code="model_not_found",
+        )
 
 
 @lru_cache(maxsize=32)

@@ -126,6 +126,11 @@ function card(kind, title, number, words) {
     el("div", { class: "sub", title: words }, words));
 }
 
+function adaptersOf({ num_adapters: num = 0, adapters: names = [] }) {
+  const title = names.join(", ") + (num > names.length ? " ..." : "");
+  return num ? el("div", { class: "sub", title }, `${count(num)} adapter${num === 1 ? "" : "s"}`) : null;
+}
+
 function workerCard(worker) {
   const [used, leased, cached, free, total] = worker.blocks;
   const parts = [["used", used], ["leased", leased], ["cached", cached], ["free", free]];
@@ -140,7 +145,7 @@ function workerCard(worker) {
     el("div", { class: "bars" }, ...busy, el("span", { class: "sub" }, "KV"),
       el("div", { class: "kvbar", role: "img", "aria-label": say }, ...parts.map(([name, n]) => el("i", { class: `kv ${name}`, style: { width: `${(100 * n) / sum}%` } }))),
       el("span", { class: "num" }, percent(used / Math.max(1, total)))),
-    el("div", { class: "sub" }, `${count(worker.running)} running, ${count(worker.waiting)} waiting, ${tokens}`), gpu);
+    el("div", { class: "sub" }, `${count(worker.running)} running, ${count(worker.waiting)} waiting, ${tokens}`), gpu, adaptersOf(worker));
 }
 
 /** What the GPU has told of itself. */

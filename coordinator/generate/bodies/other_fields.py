@@ -49,6 +49,7 @@ IGNORED = {
 """By name: what it is about, which is why it cannot change an answer."""
 
 OWN_SAMPLER = "this sampler is not built"
+ADAPTER = "name the adapter in `model`; GET /v1/models lists those there are"
 REFUSED: Refused = {
     # OpenAI
     "audio": ("this model gives text alone", ()),
@@ -72,7 +73,7 @@ REFUSED: Refused = {
     "json_object": ("use `response_format`", (False,)),
     "stop_regex": ("only strings stop an answer; use `stop`", ([], "")),
     "no_stop_trim": ("use `include_stop_str_in_output`", (False,)),
-    "lora_path": ("the server has no adapters", ()),
+    "lora_path": (ADAPTER, ()),
     "session_params": ("use `prompt_cache_key` or the messages so far", ({},)),
     "custom_logit_processor": ("processors of requests are not built", ("",)),
     "custom_params": ("processors of requests are not built", ({},)),
@@ -98,14 +99,14 @@ REFUSED: Refused = {
     "dry_multiplier": (OWN_SAMPLER, (0,)),
     "dynatemp_range": (OWN_SAMPLER, (0,)),
     "samplers": ("the order of samplers is fixed", ([],)),
-    "lora": ("the server has no adapters", ([],)),
+    "lora": (ADAPTER, ([],)),
     "thinking_forced_open": ("the chat template decides it", (False,)),
     "parse_tool_calls": ("calls are read where tools are offered", (True,)),
     "reasoning_format": ("a thought is always `reasoning_content`", ("auto", "deepseek")),
     # TGI
     "do_sample": ("use `temperature`: 0 is greedy", (True,)),
     "watermark": ("answers are not marked", (False,)),
-    "adapter_id": ("the server has no adapters", ()),
+    "adapter_id": (ADAPTER, ()),
 }
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from ...errors import ApiError, Overloaded, Unavailable
 from ...http.limits import HttpLimits
 from ...http.overload import Overload
+from ...lifecycle.adapters import AdapterNames
 from ...text.served_model import ServedModel
 
 MOST_PROCESSES = 4
@@ -50,7 +51,8 @@ class BodyReader:
         if not self._overload.take("tokenizer_bytes", len(body)):
             raise Overloaded("Too many large requests are being read; try again soon.", retry_after_s=1)
         try:
-            future = self._threads.submit(self._ask, work, arguments, body)
+            of_workers = self._model.workers_hold(), self._model.adapters()
+            future = self._threads.submit(self._ask, work, (of_workers, *arguments), body)
             answer = await asyncio.wrap_future(future)
         finally:
             self._overload.give_back("tokenizer_bytes", len(body))
@@ -73,7 +75,7 @@ class BodyReader:
         """On a thread. An ApiError is returned."""
         process = self._idle.pop() if self._idle else self._start()
         try:
-            answer = process.ask(work, (self._model.workers_hold(), *arguments), body)
+            answer = process.ask(work, arguments, body)
         except (OSError, EOFError) as error:
             self._all.discard(process)
             process.end()
@@ -91,8 +93,9 @@ class BodyReader:
         return answer
 
     def _start(self) -> _Process:
-        if not self._pickled:  # without what workers hold, which changes: that is sent with each body
-            self._pickled = pickle.dumps((replace(self._model, workers_hold=int), self._limits))
+        if not self._pickled:  # without what workers have, which changes: that is sent with each body
+            model = replace(self._model, workers_hold=int, adapters=AdapterNames)
+            self._pickled = pickle.dumps((model, self._limits))
         process = _Process(self._pickled)
         self._all.add(process)
         if self._closed:

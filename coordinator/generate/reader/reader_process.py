@@ -22,12 +22,13 @@ import numpy as np
 from ...errors import ApiError, InvalidRequest
 from ...http.call import Endpoint
 from ...http.limits import HttpLimits
+from ...lifecycle.adapters import AdapterNames
 from ...lifecycle.request import PriorityClass
 from ...text.served_model import ServedModel
 from ...validation import validated
 from ..bodies.fields import Body
 from ..plan import Planner, RequestPlan, parse
-from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
+from ..token_pages import DetokenizeRequest, TextRequest, TokenizeRequest, detokenized, tokenized
 from .allocator import give_memory_back, trimmer
 from .body_reader import receive, send
 from .websocket_message import parsed_message, with_stream
@@ -47,8 +48,9 @@ class Work:
     """What the process can be asked for, by name. All methods raise ApiError."""
 
     def __init__(self, model: ServedModel, limits: HttpLimits) -> None:
-        self.workers_hold = 0
-        self._model = replace(model, workers_hold=lambda: self.workers_hold)
+        self.of_workers = 0, AdapterNames()  # as a ServedModel asks for it
+        hold, adapters = (lambda: self.of_workers[0]), (lambda: self.of_workers[1])
+        self._model = replace(model, workers_hold=hold, adapters=adapters)
         self._planner = Planner(self._model, limits)
 
     def plan(
@@ -67,13 +69,16 @@ class Work:
 
     def tokenize(self, body: bytearray) -> bytes:
         """The answer of /tokenize."""
-        check_size(body)
-        return tokenized(validated(TokenizeRequest, body), self._model)
+        return tokenized(self._named(TokenizeRequest, body), self._model)
 
     def detokenize(self, body: bytearray) -> bytes:
         """The answer of /detokenize."""
-        check_size(body)
-        return detokenized(validated(DetokenizeRequest, body), self._model)
+        return detokenized(self._named(DetokenizeRequest, body), self._model)
+
+    def _named(self, kind: type[TextRequest], body: bytearray) -> TextRequest:
+        asked = self.validate(kind, body)
+        self._model.check_name(asked.model)
+        return asked
 
     def envelope(self, message: bytearray) -> tuple[dict[str, Any], bytes]:
         """A WebSocket message without its body, and the body, for ``generate``."""
@@ -115,7 +120,7 @@ def serve(connection: socket.socket) -> None:
         trim = trimmer()
         while True:
             head, body = receive(connection)
-            name, (work.workers_hold, *arguments) = pickle.loads(head)
+            name, (work.of_workers, *arguments) = pickle.loads(head)
             try:
                 answer: Any = getattr(work, name)(*arguments, body)
             except ApiError as error:

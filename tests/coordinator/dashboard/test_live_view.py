@@ -48,7 +48,7 @@ def worker(role: str, used: int, **counters: float) -> WorkerSnapshot:
 
 
 def test_each_point_says_what_happened_since_the_one_before() -> None:
-    answered: dict[tuple[str, str], int] = {("/v1/completions", "429"): 2}
+    answered = {("/v1/completions", "429", ""): 2}
     view = LiveView(100.0, wall=5000.0, answered=answered)
     system = SystemSnapshot(
         workers=[worker("decode", 30, output_tokens=10.0), worker("prefill", 5, prompt_tokens=7.0)],
@@ -58,8 +58,8 @@ def test_each_point_says_what_happened_since_the_one_before() -> None:
     for number, step in enumerate((1.0, 2.0, 3.0)):
         view.note(record(number, 103.0, step))
     view.note(record(3, 103.0, status="429", first_token_at=0.0))
-    answered["/v1/completions", "429"] += 1
-    answered["/v1/completions", "200"] = 3
+    answered["/v1/completions", "429", ""] += 1
+    answered["/v1/completions", "200", "sql"] = 3
     grown = SystemSnapshot(
         workers=[worker("decode", 60, output_tokens=50.0), worker("prefill", 5, prompt_tokens=7.0)]
     )

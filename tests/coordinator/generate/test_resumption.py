@@ -215,7 +215,9 @@ def test_a_key_is_its_tenants_own() -> None:
 
 
 def name(sampling: SamplingParams) -> bytes:
-    asked = SimpleNamespace(sampling=sampling, prompt_token_ids=[1], prompt_logprobs=None, salt=b"")
+    asked = SimpleNamespace(
+        adapter="", sampling=sampling, prompt_token_ids=[1], prompt_logprobs=None, salt=b""
+    )
     return IdempotencyKey(b"k", None).applied(cast(Request, asked), 0, 7).answer_id
 
 
