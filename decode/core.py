@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..engine.adapters.slots import LACKS, AdapterSlots, RoleAdapters
 from ..engine.role_core import RoleCore
 from ..engine.step.batch import SamplingState, StepOutput
 from ..engine.step.constraint import CompileGrammar
@@ -21,7 +22,7 @@ from ..transport.handoff.protocol import (
     Wait,
 )
 from ..transport.handoff.receiver import HandoffReceiver
-from ..transport.messages.blocks import root_hash
+from ..transport.messages.blocks import held, root_hash
 from ..transport.messages.messages import (
     Cancel,
     Drain,
@@ -57,9 +58,12 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
         drain_timeout_s: float = 10.0,
         tests_movers: bool = False,
         kept_s: float = KEPT_S,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """``tests_movers``: at the first meeting with another decode worker. ``kept_s``: see ``Answers``."""
-        super().__init__(meet, drain_timeout_s)
+        ended = scheduler.kv_blocks.ended
+        in_use = RoleAdapters(adapters, lambda: (*scheduler.running.values(), *ended))
+        super().__init__(meet, drain_timeout_s, in_use)
         self.scheduler, self.receiver = scheduler, receiver
         self._kv_name = meet.model.kv_name
         self.moving = Moving(meet, scheduler, tests_movers)
@@ -204,6 +208,10 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
         spec = join.handoff.spec
         if (older := self.scheduler.by_request.get(spec.request_id)) is not None:
             self._drop(older.key)
+        if not self.adapters.has(spec.adapter):
+            self._report_failed(join.key, "handoff_failed", LACKS.format(self.worker[0]))
+            self.blocks.release(held(join.blocks))
+            return
         tokens = u32_array(spec.token_ids)
         output = [*tokens[spec.num_prompt_tokens :], join.handoff.token]
         state = SamplingState(spec.sampling, tokens[: spec.num_prompt_tokens], output, adapter=spec.adapter)

@@ -52,7 +52,7 @@ class DecodeScheduler:
     ) -> None:
         """``window``: the model's widest, in tokens; 0: none. ``drafts``: how to draft; None: not at all."""
         self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
-        self._kv_blocks, self._window = SequenceBlocks(blocks, block_size, window), window
+        self.kv_blocks, self._window = SequenceBlocks(blocks, block_size, window), window
         self.row_limit = SizeLimit(max_num_seqs, STEPS_AT_LIMIT, lambda rows: rows + 1)  # how many may run
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._drafts = drafts or Drafts(0, 0)
@@ -85,7 +85,7 @@ class DecodeScheduler:
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here; those of a dropped sequence too while a step uses them."""
         yield from (held(sequence.blocks) for sequence in self.running.values())
-        yield from self._kv_blocks.tables_of_ended()
+        yield from self.kv_blocks.tables_of_ended()
 
     def join(
         self,
@@ -204,19 +204,19 @@ class DecodeScheduler:
                     result.finished[row] = reason
         for row in step.filling:
             if row not in result.dropped:
-                self._kv_blocks.commit(
+                self.kv_blocks.commit(
                     step.sequences[row], int(step.batch.seq_lens[row]) // self.block_size - 1
                 )
         if self._window:
             for row, num_tokens in enumerate(step.batch.seq_lens.tolist()):
                 if row not in result.dropped:
-                    self._kv_blocks.release_behind_window(step.sequences[row], num_tokens)
+                    self.kv_blocks.release_behind_window(step.sequences[row], num_tokens)
         for row in result.finished:
             self._end(step.sequences[row])
-        self._kv_blocks.free_ended(step.sequences)
+        self.kv_blocks.free_ended(step.sequences)
         for sequence in step.sequences[num_members:]:
             if not sequence.ended:
-                self._kv_blocks.trim(sequence)
+                self.kv_blocks.trim(sequence)
         if not self._in_flight:
             self._rows.settle(step, output.token_ids)
         return result
@@ -266,7 +266,7 @@ class DecodeScheduler:
             sequence.in_flight -= 1
 
     def _after_failure(self, step: DecodeStep) -> None:
-        self._kv_blocks.free_ended(step.sequences)
+        self.kv_blocks.free_ended(step.sequences)
         self._failed = bool(self._in_flight)
         if not self._failed:
             self._rows.recover()
@@ -292,4 +292,4 @@ class DecodeScheduler:
         if self.by_request.get(sequence.request_id) is sequence:
             del self.by_request[sequence.request_id]
         self._members.remove(sequence)
-        self._kv_blocks.end(sequence)
+        self.kv_blocks.end(sequence)

@@ -42,7 +42,7 @@ class SequenceBlocks:
     def __init__(self, blocks: BlockManager, block_size: int, window: int) -> None:
         """``window``: the model's widest, in tokens; 0: none."""
         self._blocks, self._block_size, self._window = blocks, block_size, window
-        self._ended: dict[DecodeSequence, None] = {}
+        self.ended: dict[DecodeSequence, None] = {}
 
     def commit(self, sequence: DecodeSequence, block: int) -> None:
         """The sequence's ``block``-th block is full."""
@@ -71,20 +71,20 @@ class SequenceBlocks:
         """The sequence is over here."""
         sequence.ended = True
         if sequence.in_flight:
-            self._ended[sequence] = None
+            self.ended[sequence] = None
         else:
             self._free(sequence)
 
     def free_ended(self, sequences: list[DecodeSequence]) -> None:
         """A step with these sequences is no longer in flight."""
         for sequence in sequences:
-            if sequence in self._ended and not sequence.in_flight:
-                del self._ended[sequence]
+            if sequence in self.ended and not sequence.in_flight:
+                del self.ended[sequence]
                 self._free(sequence)
 
     def tables_of_ended(self) -> Iterator[list[int]]:
         """The blocks that are not free yet, sequence by sequence."""
-        yield from (held(sequence.blocks) for sequence in self._ended)
+        yield from (held(sequence.blocks) for sequence in self.ended)
 
     def _free(self, sequence: DecodeSequence) -> None:
         self._blocks.release(sequence.blocks)

@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from ..transport.handoff.protocol import Key, ToCoordinator
 from ..transport.messages.messages import BlockEvents, FailureKind, Load, Meet, PeerId, RequestFailed
 from ..transport.process.reports import CacheReporter
+from .adapters.slots import RoleAdapters
 from .cache.block_manager import BlockManager
 from .step.batch import SamplingState
 from .step.constraint import CompileGrammar, TokenMatcher
@@ -107,11 +108,12 @@ class RoleCore(ABC, Generic[Action, Step]):
     scheduler: RoleScheduler[Step]
     _heartbeat: RoleHeartbeat
 
-    def __init__(self, meet: Meet, drain_timeout_s: float) -> None:
+    def __init__(self, meet: Meet, drain_timeout_s: float, adapters: RoleAdapters) -> None:
         """``meet``: names the worker, and is how it introduces itself to decode workers that it hands over
         to. ``drain_timeout_s``: how long to drain by default."""
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
         self._drain_timeout_s = drain_timeout_s
+        self.adapters = adapters
         self._leave_by = inf  # when what is left must be given back, once it drains
         self.step_failures = StepFailures()
         self._actions: list[Action | ToCoordinator | CompileGrammar] = []
@@ -158,6 +160,7 @@ class RoleCore(ABC, Generic[Action, Step]):
         begins, self._leave_by = not self.drains, min(leave_by, self._leave_by)
         if begins:
             self._heartbeat.cache.close()
+            self.adapters.close()
             self._actions.append(ToCoordinator(self.load()))
 
     @property
@@ -218,4 +221,6 @@ class RoleCore(ABC, Generic[Action, Step]):
     def block_events(self, everything: bool = False) -> BlockEvents | None:
         """Return the changes of the prefix cache; with ``everything``, its whole contents. None while
         draining: the role that takes over the same blocks reports them."""
-        return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
+        if self.drains:
+            return None
+        return self._heartbeat.cache.report(self.worker, everything, self.adapters.take(everything))

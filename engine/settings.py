@@ -133,8 +133,8 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
     )
     lora_folder: Path | None = Field(
         default=None,
-        description="Folder with an adapter (LoRA) in each subfolder, as peft saves it. Requests name the "
-        "subfolder as their model. New ones are served without a restart.",
+        description="Folder with an adapter (LoRA) in each of its subfolders, as peft saves it. Requests "
+        "name the subfolder as their model. New ones are served without a restart.",
     )
     max_loras: int = Field(
         default=8,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from ..engine.adapters.slots import LACKS, AdapterSlots, RoleAdapters
 from ..engine.role_core import RoleCore
 from ..engine.step.batch import StepOutput
 from ..transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
@@ -67,11 +68,12 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         is_local: Callable[[str], bool] = lambda _: False,
         tests_movers: bool = False,
         stored_group: int = 0,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """``is_local``: whether the decode worker of this name is of the same process, over the same
         blocks. ``tests_movers``: at the first meeting with a decode worker. ``stored_group``: see
         ``StoredPrefixes``."""
-        super().__init__(meet, drain_timeout_s)
+        super().__init__(meet, drain_timeout_s, RoleAdapters(adapters, scheduler.sequences))
         self._leaving = f"prefill worker {meet.worker_id} leaves"
         self.scheduler, self.receiver = scheduler, receiver
         self.sender = HandoffSender(meet, times, slicing, scheduler.blocks if tests_movers else None)
@@ -250,6 +252,8 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
                 f"{self.blocks.num_blocks} in all"
             )
             self._report_failed(key, "refused", reason)
+        elif not self.adapters.has(spec.adapter):
+            self._report_failed(key, "handoff_failed", LACKS.format(self.worker[0]))
         else:
             sequence = self.scheduler.add(spec, message.decode, now)
             if key not in self.receiver.leases.joined:  # else its prefix is here already

@@ -9,6 +9,7 @@ from functools import partial
 
 import zmq
 
+from ..engine.adapters.slots import AdapterSlots
 from ..engine.cache.block_manager import BlockManager
 from ..engine.device import mark_stream
 from ..engine.step.grammar import GrammarThread
@@ -26,6 +27,7 @@ from ..transport.process.host import advertised_host
 from ..transport.process.otel import Tracing
 from ..transport.process.wakeup import Wakeup
 from ..transport.process.worker_trace import WorkerTrace
+from .adapters import AdapterFolder
 from .gpu_telemetry import telemetry_of
 from .kv_store import KVStore
 from .parts import ModelFacts, RoleParts, WorkerParts
@@ -58,6 +60,9 @@ def live_parts(
         secret = key.secret if key is not None else b""
         max_bytes = int(settings.kv_store_gib * (1 << 30))
         store = KVStore(settings.kv_store, max_bytes, secret, model.identity, model.pool, wakeup.set)
+    folder: AdapterFolder | None = None
+    if settings.lora_folder is not None:
+        folder = AdapterFolder(settings.lora_folder, model.adapters)
 
     def wait(patience_s: float) -> set[object]:
         ready: set[object] = {socket for socket, _ in poller.poll(int(patience_s * 1000))}
@@ -70,6 +75,8 @@ def live_parts(
         names.stop()
         if store is not None:
             store.close()
+        if folder is not None:
+            folder.stop()
         if telemetry is not None:
             telemetry.stop()
         wakeup.close()
@@ -97,6 +104,7 @@ def live_parts(
         close,
         telemetry,
         store,
+        folder.slots if folder is not None else AdapterSlots(),
         names.addresses,
     )
 

@@ -59,6 +59,7 @@ class PrefillRole(PlayedRole):
             is_local=host.hands_to_itself if host else lambda _: False,
             tests_movers=True,
             stored_group=process.store.group if process.store is not None else 0,
+            adapters=process.adapters,
         )
 
 
@@ -83,5 +84,11 @@ class DecodeRole(PlayedRole):
             drafts=Drafts(settings.num_speculative_tokens, CHEAP_ROWS[model.device_type]),
         )
         self.core = DecodeCore(
-            self._meet(), scheduler, self._receiver(), settings.drain_timeout_s, True, process.times.answers
+            self._meet(),
+            scheduler,
+            self._receiver(),
+            settings.drain_timeout_s,
+            True,
+            process.times.answers,
+            process.adapters,
         )

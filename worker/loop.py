@@ -140,6 +140,7 @@ class Worker:
             if role.has_ended(now):
                 self.end(role.role)
         self._save_blocks()
+        self._give_up_adapters()
         self._end_together(now)
         self._answer_late_peers(now)
 
@@ -188,6 +189,13 @@ class Worker:
         hashes, blocks = offload.take(store.group, idle)
         if hashes:
             store.write(hashes, blocks)
+
+    def _give_up_adapters(self) -> None:
+        """Let go of adapters whose slots others need."""
+        if (adapters := self._parts.adapters).lacks_slots:
+            cores = [role.core for role in self.roles.values()]
+            in_use = {content for core in cores for content in core.adapters.in_use}
+            adapters.give_up(in_use, {content for core in cores for content in core.adapters.reported})
 
     def _answer_late_peers(self, now: float) -> None:
         """A role that has ended informs the workers that may hold blocks for it until they have answered."""

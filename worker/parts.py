@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..decode.answers import KEPT_S
+from ..engine.adapters.slots import AdapterSlots
 from ..engine.cache.block_manager import BlockManager
 from ..engine.step.constraint import CompileGrammar
 from ..engine.step.grammar import CompilingCore
@@ -106,6 +107,7 @@ class WorkerParts:
     close: Callable[[], None]  # releases all but the model
     telemetry: Telemetry | None = None  # of the device
     store: BlockStore | None = None
+    adapters: AdapterSlots = field(default_factory=AdapterSlots)
     discover: Callable[[], Sequence[str]] = tuple  # returns coordinators that are found by name
     times: WorkerTimes = field(default_factory=WorkerTimes)
     slicing: SlicingMode = "auto"

@@ -118,7 +118,7 @@ class PlayedRole(ABC):
         self._readings = WorkerReadings(
             lambda: self.steps.busy_seconds, process.model.start_phases, self._clock.now
         )
-        sources = (process.telemetry, self._readings, process.store)
+        sources = (process.telemetry, self._readings, process.store, process.adapters)
         telemetry = [source for source in sources if source is not None]
         transfers = self.sending.transfers if self.role == "prefill" else None
         self._reports = WorkerReports(self.links, self.core, telemetry, parts.trace, self._clock, transfers)

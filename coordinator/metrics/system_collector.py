@@ -63,6 +63,7 @@ WORKER_COUNTERS = {
 WORKER_GAUGES = {
     "largest_batch": "Most sequences in one step of a worker since its start.",
     "largest_batch_tokens": "Most prompt tokens in one step of a prefill worker since its start.",
+    "adapters": "Adapters that a worker has ready.",
     "gpu_utilization_ratio": "Share of time in which a worker's GPUs ran a kernel.",
     "gpu_memory_used_bytes": "Memory in use on a worker's GPUs.",
     "gpu_memory_total_bytes": "Memory of a worker's GPUs.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from ..messages.messages import BlockEvents, Load, PeerId
+from ..messages.messages import Adapter, BlockEvents, Load, PeerId
 
 
 class CacheEvents(Protocol):
@@ -32,14 +32,16 @@ class CacheReporter:
         self._cache, self._events, self._answers = cache, cache.watch(), answers
         self.num_reports = 0
 
-    def report(self, worker: PeerId, everything: bool) -> BlockEvents | None:
+    def report(
+        self, worker: PeerId, everything: bool, adapters: tuple[Adapter, ...] | None = None
+    ) -> BlockEvents | None:
         """Return the blocks that the cache gained and lost since the last report; with ``everything``, all it
-        has. None: no change."""
+        has. ``adapters``: all that are ready, if others than before. None: no change."""
         stored, removed = self._events.take()
         if everything:
             stored, removed = self._cache.cached_hashes(), []
         kept, dropped = self._answers(everything)
-        if not (stored or removed or kept or dropped or everything):
+        if not (stored or removed or kept or dropped or everything) and adapters is None:
             return None
         self.num_reports += 1
         worker_id, incarnation = worker
@@ -52,6 +54,7 @@ class CacheReporter:
             removed=b"".join(removed),
             answers_kept=kept,
             answers_dropped=dropped,
+            adapters=adapters,
         )
 
     def close(self) -> None:

@@ -1,0 +1,139 @@
+"""The folder of adapters: a thread looks at it, reads what is new there, and puts it into slots."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from ..engine.adapters.files import CONFIG, AdapterFile, read_adapter, stamp
+from ..engine.adapters.slots import AdapterSlots
+from ..engine.errors import AdapterError, is_out_of_memory
+
+PERIOD_S = 2.0
+FIRST_LOOK_S = 60.0  # that the worker's start waits: a folder may hang
+STOP_S = 1.0
+MAX_NAMES = 4096
+MAX_NAME_CHARS = 256
+_log = logging.getLogger(__name__)
+
+
+class Resident(Protocol):
+    """``ResidentAdapters``, as far as the folder goes."""
+
+    @property
+    def num_slots(self) -> int: ...
+    def check(self, file: AdapterFile) -> None: ...
+    def put(self, slot: int, file: AdapterFile) -> None: ...
+
+
+class AdapterFolder:
+    """Each subfolder has an adapter, whose name is the subfolder's. One that changes is read when it has been
+    the same for two looks. No error here ends the worker, once it has looked."""
+
+    def __init__(self, folder: Path, resident: Resident, period_s: float = PERIOD_S) -> None:
+        """Returns when all that are there are ready. Raises AdapterError where there is no such folder."""
+        self._folder, self._resident, self._period_s = folder, resident, period_s
+        self.slots = AdapterSlots(resident.num_slots)
+        self._names: dict[str, str] = {}  # and their contents
+        self._seen: dict[str, object] = {}  # each one's stamp at the last look
+        self._read: dict[str, object] = {}  # the stamp that it had when it was read
+        self._logged: dict[str, str] = {}
+        self._problem, self._looked, self._stopping = "", threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="adapters", daemon=True)
+        self._thread.start()
+        if not self._looked.wait(FIRST_LOOK_S):
+            _log.warning("--lora-folder %s: still reading; adapters are served as they are ready", folder)
+        if self._problem:
+            raise AdapterError(f"--lora-folder {folder}: {self._problem}")
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(STOP_S)
+
+    # --- on the thread ---------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        if not self._folder.is_dir():
+            self._problem = "there is no such folder"
+        elif (self._folder / CONFIG).exists():
+            self._problem = "it is an adapter itself; name the folder that has the adapters' folders"
+        while not (self._problem or self._stopping.is_set()):
+            self._look()
+            self._looked.set()
+            self._stopping.wait(self._period_s)
+        self._looked.set()
+
+    def _look(self) -> None:
+        try:
+            with os.scandir(self._folder) as entries:
+                found = sorted(e.name for e in entries if e.name[0] != "." and e.is_dir())
+        except OSError as error:
+            self._warn("", f"--lora-folder {self._folder}: {error.strerror}; its adapters stay as they are")
+            return
+        wrong = [n for n in found if len(n) > MAX_NAME_CHARS or not n.isprintable()]
+        present = [name for name in found if name not in wrong][:MAX_NAMES]
+        self._warn("", f"no adapter can have the name {wrong[0]!a:.300}; rename its folder" if wrong else "")
+        for known in (self._names, self._seen, self._read, self._logged):
+            for name in known.keys() - {*present, "", "left out"}:
+                del known[name]
+        self.slots.rename(self._names)
+        for name in present:
+            self._look_at(name)
+        for name, content in list(self._names.items()):
+            if content in self.slots.wanted():
+                self._take_in(name)
+        names = self.slots.left_out()
+        left_out = f"{len(names)} adapters are not served ({', '.join(names):.300}); raise --max-loras"
+        self._warn("left out", left_out if names else "")
+
+    def _look_at(self, name: str) -> None:
+        try:
+            now: object = stamp(self._folder / name)
+        except (AdapterError, OSError) as error:
+            now = f"{error}"
+        same, self._seen[name] = self._seen.get(name) == now, now
+        if now != self._read.get(name) and (same or not self._looked.is_set()):
+            self._read[name] = now
+            self._take_in(name)
+
+    def _take_in(self, name: str) -> None:
+        """Read it, and put it into a slot if there is one."""
+        if self._stopping.is_set():
+            return
+        try:
+            file = read_adapter(self._folder / name)
+            self._resident.check(file)
+        except AdapterError as error:
+            self._warn(name, f"{error}")
+            if isinstance(error.__cause__, OSError | MemoryError):
+                self._read.pop(name, None)  # the next time it may go well
+                return
+            self._names.pop(name, None)
+            self.slots.rename(self._names)
+            return
+        self._names[name] = file.content
+        self.slots.rename(self._names)
+        if (slot := self.slots.take(file.content)) is not None:
+            self._put(name, slot, file)
+
+    def _put(self, name: str, slot: int, file: AdapterFile) -> None:
+        try:
+            self._resident.put(slot, file)
+        except Exception as error:
+            self.slots.filled(file.content, ready=False)
+            if not is_out_of_memory(error):
+                raise
+            self._warn(name, f"no memory for the adapter {name}; lower --max-loras or --max-lora-rank")
+        else:
+            self.slots.filled(file.content)
+            self._logged.pop(name, None)
+            _log.info("the adapter %s is ready, of rank %d", name, file.rank)
+
+    def _warn(self, about: str, what: str) -> None:
+        """Log it once, until there is another problem."""
+        if what and self._logged.get(about) != what:
+            _log.warning("%s", what)
+        self._logged[about] = what
