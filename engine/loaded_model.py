@@ -165,7 +165,7 @@ class LoadedModel:
                     self._claims.claim(weights)
             if settings.lora_folder is not None:
                 slots = settings.max_loras, settings.max_lora_rank
-                self.adapters = RankAdapters(self.kernels, *slots, graphs=not on_cpu)
+                self.adapters = RankAdapters(self.kernels, self.dtype, self.device, *slots)
             load = LayerLoader(
                 checkpoint,
                 self.kernels,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ class WorkerModel:
     ahead_at_layer: int | None = None  # of decode steps: see ``StepThread``
     adapters: ResidentAdapters | None = None
     launch: Launch | None = None  # set where steps run on a GPU
-    adapters: Any = None
     start_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of its start, by name
 
     @property

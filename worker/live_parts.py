@@ -61,7 +61,7 @@ def live_parts(
         max_bytes = int(settings.kv_store_gib * (1 << 30))
         store = KVStore(settings.kv_store, max_bytes, secret, model.identity, model.pool, wakeup.set)
     folder: AdapterFolder | None = None
-    if settings.lora_folder is not None:
+    if settings.lora_folder is not None and model.adapters is not None:
         folder = AdapterFolder(settings.lora_folder, model.adapters)
 
     def wait(patience_s: float) -> set[object]:

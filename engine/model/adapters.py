@@ -74,9 +74,12 @@ class _Product:
 class RankAdapters:
     """The slots of one rank's layers."""
 
-    def __init__(self, kernels: Kernels, num_slots: int, max_rank: int, graphs: bool = False) -> None:
-        """``graphs``: steps are recorded, with slots also where no row has an adapter."""
-        self.num_slots, self._max_rank, self._kernels, self._graphs = num_slots, max_rank, kernels, graphs
+    def __init__(
+        self, kernels: Kernels, dtype: torch.dtype, device: torch.device, num_slots: int, max_rank: int
+    ) -> None:
+        self.num_slots, self._max_rank = num_slots, max_rank
+        self._kernels, self._dtype, self._device = kernels, dtype, device
+        self._graphs = device.type != "cpu"  # recorded with slots, also where no row has an adapter
         self.step, self._slot_of = StepSlots(), dict[str, int]()
         self._products: list[_Product] = []
         self._sizes: dict[str, Size] = {}
@@ -88,7 +91,9 @@ class RankAdapters:
         whole = torch.empty(0, num_inputs), torch.empty(sum(size.num_outputs for size in sizes.values()), 0)
         a, b = part(*whole)
         most = self._max_rank * len(sizes)
-        updates = self._kernels.low_rank(a.shape[1], b.shape[0], most, self.num_slots)
+        updates = self._kernels.low_rank(
+            a.shape[1], b.shape[0], most, self.num_slots, self._dtype, self._device
+        )
         self._products.append(_Product(list(sizes), updates, part))
         return AdaptedLinear(linear, updates, self.step)
 
