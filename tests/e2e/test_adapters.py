@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, running, wait_for
 from openai import NotFoundError
 from support.adapters import save_adapter
 from support.models import make_checkpoint
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 NUM_TOKENS = 120
-PROMPTS = ["once upon a time " * 4, "there was a table of all " * 6]
+PROMPTS = [[(i * 13 + i // 7) % 250 for i in range(count)] for count in (70, 150)]
 
 
 class Shelf:
@@ -27,10 +29,11 @@ class Shelf:
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         self.served, self._ready = folder / "served", folder / "ready"
         self.served.mkdir()
-        self.expected = {MODEL_NAME: [greedy(model, prompt) for prompt in PROMPTS]}
+        tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+        self.expected = {MODEL_NAME: [greedy(model, tokenizer, prompt) for prompt in PROMPTS]}
         for seed, name in enumerate(("sql", "poet", "late", "newer")):
             adapted = save_adapter(model, self._ready / name, seed)
-            self.expected[name] = [greedy(adapted, prompt) for prompt in PROMPTS]
+            self.expected[name] = [greedy(adapted, tokenizer, prompt) for prompt in PROMPTS]
             adapted.unload()
 
     def put(self, adapter: str, name: str) -> None:
@@ -39,19 +42,18 @@ class Shelf:
         os.rename(self._ready / adapter, self.served / name)
 
     def take(self, name: str) -> None:
-        os.rename(self.served / name, self._ready / f"was {name}")
+        os.rename(self.served / name, self._ready / f"gone {name}")
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, prompt: str) -> str:
-    tokens = torch.tensor([list(prompt.encode())])
+def greedy(model: Any, tokenizer: Tokenizer, prompt: list[int]) -> str:
+    tokens = torch.tensor([prompt])
     out = model.generate(
         input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NUM_TOKENS, do_sample=False,
         eos_token_id=-1, pad_token_id=0,
     )  # fmt: skip
-    return bytes(token for token in out[0, tokens.shape[1] :].tolist() if token < 256).decode(
-        errors="replace"
-    )
+    text: str = tokenizer.decode(out[0, len(prompt) :].tolist())
+    return text
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def names(cluster: Cluster) -> dict[str, str | None]:
     return {model["id"]: model.get("parent") for model in HTTP.get(f"{cluster.url}/v1/models").json()["data"]}
 
 
-def answer(cluster: Cluster, name: str, prompt: str) -> str:
+def answer(cluster: Cluster, name: str, prompt: list[int]) -> str:
     """Return the text of a stream."""
     stream = cluster.client.completions.create(
         model=name, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, stream=True,
