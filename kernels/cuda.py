@@ -21,6 +21,7 @@ from .gpu.elementwise import embedding, gate_mul
 from .gpu.exact_linear import ExactLinear
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
 from .gpu.latent_attention import latent_attention
+from .gpu.low_rank import GpuLowRank
 from .gpu.mixture import GpuMixture
 from .gpu.norm import add_rms_norm, rms_norm
 from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefill_attention, prefill_tile
@@ -28,7 +29,6 @@ from .gpu.provided_attention import ProvidedAttention
 from .gpu.quantised_linear import QuantisedLinear
 from .gpu.rope_store import rope_and_store
 from .interface import AttentionInputs, ExpertWeights, LayerParts, Linear, MixtureWeights, joined
-from .low_rank import TorchLowRank
 from .quantised import QuantisedWeight, Scheme, Weight, joined_weight, parts_of, quantise
 from .reference import SplitLinear, TorchLinear
 
@@ -103,8 +103,8 @@ class CudaKernels:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> TorchLowRank:
-        return TorchLowRank()
+    ) -> GpuLowRank:
+        return GpuLowRank(in_features, out_features, max_rank, num_slots, dtype, device)
 
     def _wide(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ExactLinear(weight, bias) if self._exact else TorchLinear(weight, bias)

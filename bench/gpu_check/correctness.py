@@ -27,7 +27,7 @@ ATTENTION = ("decode attention, bfloat16", "decode attention, fp8", "prefill att
 SANITIZED = {
     "memcheck": (
         *ATTENTION,
-        *(f"{name}, torch.bfloat16" for name in ("norm", "gate", "rope and store")),
+        *(f"{name}, torch.bfloat16" for name in ("norm", "gate", "rope and store", "low rank")),
         *("rope and store, fp8", "embedding", "exact linear", "blocks packed", "checksums", "sampling"),
     ),
     "racecheck": (*ATTENTION, "norm, torch.bfloat16", "exact linear", "sampling"),

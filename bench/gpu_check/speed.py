@@ -80,7 +80,7 @@ def small_kernels(place: Place) -> Iterator[Line]:
 
 
 def linears(place: Place) -> Iterator[Line]:
-    yield from lines_of(place, kernel_figures.linear_figures)
+    yield from lines_of(place, kernel_figures.linear_figures, kernel_figures.low_rank_figures)
 
 
 def gate_up(place: Place) -> Iterator[Line]:

@@ -32,6 +32,7 @@ from .kernel_calls import (
     gate_and_up,
     latent,
     latent_rope,
+    low_rank,
     measured_quantised,
     mixture,
     norm,
@@ -41,7 +42,7 @@ from .kernel_calls import (
     sampling,
     step_inputs,
 )
-from .kernel_figures import LINEARS, QUANTISED_FORMS
+from .kernel_figures import LINEARS, QUANTISED_FORMS, RANK, UPDATED
 from .kernel_inputs import QUANTISED
 from .start_kernels import STARTED
 
@@ -79,6 +80,10 @@ OTHERS: dict[str, Callable[[], object]] = {
     "exact linear 512 rows float16": lambda: exact_linear(512, dtype=FLOAT16, bias=True),
     "exact linear 4096 rows": lambda: exact_linear(4096, bias=True),
     "exact linear 4096 of 1000": lambda: exact_linear(4096, 1000),
+    "low rank, 48 of 4096": lambda: low_rank(4096, 6144, 48),
+    "low rank, 16 of 14336": lambda: low_rank(14336, 4096, 16),
+    "low rank, 512 of 1000 float16": lambda: low_rank(1000, 1000, 512, FLOAT16),
+    "low rank, 16 of 512 float32": lambda: low_rank(512, 512, 16, torch.float32),
     "experts, 1 row": lambda: mixture(1),
     "experts, 64 rows": lambda: mixture(64),
     "experts, 1024 rows float16": lambda: mixture(1024, FLOAT16),
@@ -112,6 +117,10 @@ MEASURED: dict[str, Callable[[], object]] = {
         f"measured exact linear {n} x {k}, {rows} rows": partial(exact_linear, rows, k, out_features=n)
         for _, n, k in LINEARS
         for rows in (1, 256, 4096)
+    },
+    **{
+        f"measured low rank {name}": partial(low_rank, k, sum(outputs), RANK * len(outputs))
+        for name, outputs, k in UPDATED
     },
     **{f"measured {form}": partial(measured_quantised, form) for form in QUANTISED_FORMS},
 }

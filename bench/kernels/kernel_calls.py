@@ -11,6 +11,7 @@ from ...kernels.gpu.decode_plan import plan_decode
 from ...kernels.gpu.exact_linear import ExactLinear, product_tile
 from ...kernels.gpu.expert_tiles import ExpertTiles
 from ...kernels.gpu.latent_attention import latent_attention
+from ...kernels.gpu.low_rank import GpuLowRank
 from ...kernels.gpu.mixture import grouped_product, route, weighted_sum
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import plan_prefill, prefill_attention
@@ -86,6 +87,14 @@ def exact_linear(
     ExactLinear(weight, empty(out_features, dtype=dtype) if bias else None)(
         empty(num_tokens, in_features, dtype=dtype)
     )
+
+
+def low_rank(
+    in_features: int, out_features: int, max_rank: int, dtype: torch.dtype = BFLOAT16, num_tokens: int = 8
+) -> None:
+    updates = GpuLowRank(in_features, out_features, max_rank, 1, dtype, torch.device("cpu"))
+    out, x = empty(num_tokens, out_features, dtype=dtype), empty(num_tokens, in_features, dtype=dtype)
+    updates.add(out, x, empty(num_tokens, dtype=torch.int32))
 
 
 def gate_and_up(tile: GateUpTile) -> None:

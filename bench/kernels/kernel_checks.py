@@ -134,6 +134,9 @@ def checks(big: bool) -> Iterator[Check]:
     yield Check("embedding", 0, layer_checks.embedding_error)
     yield Check("exact linear", ALLOWED[BFLOAT16], partial(layer_checks.exact_linear_error, big))
     yield Check("exact linear: bits of a row in any batch", 0, partial(layer_checks.exact_rows_error, big))
+    for dtype in (BFLOAT16, FLOAT16, FLOAT32):
+        yield Check(f"low rank, {dtype}", ALLOWED[dtype], partial(layer_checks.low_rank_error, big, dtype))
+    yield Check("low rank: bits of a row in any batch", 0, partial(layer_checks.low_rank_rows_error, big))
     for dtype in (FLOAT16, BFLOAT16, FLOAT32) if big else (FLOAT16, FLOAT32):
         yield Check(f"experts, {dtype}", 4 * ALLOWED[dtype], partial(layer_checks.mixture_error, big, dtype))
     yield Check("float8 linear", 0.06, layer_checks.fp8_linear_error)

@@ -3,7 +3,7 @@ that all of it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from ...kernels.gpu.elementwise import gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import Fp8Linear
 from ...kernels.gpu.kv_blocks import block_checksums, pack_blocks
+from ...kernels.gpu.low_rank import GpuLowRank
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
 from ...kernels.gpu.provided_attention import ProvidedAttention
@@ -49,6 +50,11 @@ DECODES = (
     (256, 1024),
 )  # batch, context
 LINEARS = (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))  # outputs, inputs
+UPDATED = (  # of Llama-3.1-8B, with the layers that share a product apart
+    ("qkv", (4096, 1024, 1024), 4096), ("o", (4096,), 4096), ("gate and up", (14336, 14336), 4096),
+    ("down", (4096,), 14336),
+)  # fmt: skip
+RANK, ADAPTERS = 16, 32
 QUANTISED_FORMS, QUANTISED_FIGURE = ("AWQ", "float8 in blocks", "int4"), (512, 14336, 4096)  # rows, the same
 PREFILLS = ((2048, 0), (8192, 0), (2048, 14336), (512, 7680))  # chunk, cached before it
 # others than the one in use, for decode of head dim 128: what to try when it is slower than it should be
@@ -183,6 +189,44 @@ def linear_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
         quantised = QuantisedLinear(quantised_weight(n, k, **QUANTISED[form], device=device), None)
         us = microseconds([partial(quantised, x)])
         yield flops_figure(f"linear {n} x {k}, {m} rows, {form}", us, 2 * m * n * k, ceilings)
+
+
+def low_rank_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
+    """Updates of rank 16 of each layer, and before them the products that they are added to."""
+    for name, outputs, k in UPDATED if big else (("tiny", (32, 16), 64),):
+        n, ranks, last = sum(outputs), RANK * len(outputs), 0
+        linears = [
+            TorchLinear(torch.randn((n, k), device=device).to(BFLOAT16), None)
+            for _ in range(int(ROTATED_BYTES / (2 * n * k)) + 2 if big else 1)
+        ]
+        updates = [low_rank_updates(outputs, k, device) for _ in range(8 if big else 1)]
+        for m, adapters in ((1, 1), (32, 1), (32, 8), (32, 32), (2048, 1)) if big else ((3, 2),):
+            x = torch.randn((m, k), device=device).to(BFLOAT16)
+            if m != last:
+                us, last = microseconds([partial(linear, x) for linear in linears]), m
+                floor = max(2 * n * k / ceilings.copy, 2 * m * n * k / ceilings.flops) * 1e6
+                yield Figure(f"linear {name}, {m} rows", us, floor, 2 * m * n * k / us * 1e6, "FLOP")
+            out = torch.randn((m, n), device=device).to(BFLOAT16)
+            row = torch.arange(m, dtype=torch.int32, device=device) % adapters
+            calls: list[Call] = [
+                partial(updates[i % len(updates)].add, out, x, (row + i) % ADAPTERS) for i in range(ADAPTERS)
+            ]
+            size, us = ranks * k + RANK * n, microseconds(calls)
+            floor = max(2 * adapters * size / ceilings.copy, 2 * m * size / ceilings.flops) * 1e6
+            yield Figure(
+                f"low rank {name}, {m} rows, {adapters} adapters", us, floor, 2 * m * size / us * 1e6, "FLOP"
+            )
+
+
+def low_rank_updates(outputs: Sequence[int], in_features: int, device: str) -> GpuLowRank:
+    """In all slots, of layers that share a product."""
+    n, ranks = sum(outputs), RANK * len(outputs)
+    updates = GpuLowRank(in_features, n, ranks, ADAPTERS, BFLOAT16, torch.device(device))
+    b = torch.block_diag(*(torch.ones(size, RANK) for size in outputs))  # type: ignore[no-untyped-call]
+    updates.put(0, torch.ones(ranks, in_features) / in_features, b / RANK)
+    for memory in (updates._a, updates._b, updates._bounds):
+        memory[1:] = memory[0]
+    return updates
 
 
 def small_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:

@@ -19,7 +19,7 @@ from ...kernels.gpu.kv_blocks import block_checksums, pack_blocks, unpack_blocks
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.quantised_linear import QuantisedLinear
 from ...kernels.gpu.rope_store import rope_and_store
-from ...kernels.interface import RopeInputs
+from ...kernels.interface import LowRank, RopeInputs
 from ...kernels.mixture_shape import MixtureShape
 from ...kernels.reference import TorchKernels
 from ...transport.messages.messages import SamplingParams
@@ -110,6 +110,41 @@ def exact_rows_error(big: bool, device: str) -> float:
     together = linear(x)
     parts = (slice(0, 1), slice(5, 69), slice(60, 125), slice(64, rows - 1))
     return float(not all(torch.equal(linear(x[part]), together[part]) for part in parts))
+
+
+def low_rank_inputs(big: bool, dtype: torch.dtype, device: str) -> tuple[LowRank, LowRank, list[Tensor]]:
+    """Updates, the same in plain torch, and the arguments of ``LowRank.add``."""
+    rows, n, k = (300, 6144, 4096) if big else (40, 200, 1100)
+    updates, expected = (
+        kernels.low_rank(k, n, 64, 5, dtype, torch.device(device)) for kernels in (CudaKernels(1), REFERENCE)
+    )
+    for slot, rank in enumerate((1, 8, 16, 64)):
+        a, b = randn(rank, k, dtype=dtype, seed=slot) / k**0.5, randn(n, rank, dtype=dtype, seed=9 + slot)
+        updates.put(slot, a.to(device), b.to(device))
+        expected.put(slot, a.to(device), b.to(device))
+    slots = [*range(-1, 5)] * 4 + [3] * (rows - 24)
+    inputs = [randn(rows, size, dtype=dtype, device=device, seed=size) for size in (n, k)]
+    return updates, expected, [*inputs, torch.tensor(slots, dtype=torch.int32, device=device)]
+
+
+def low_rank_error(big: bool, dtype: torch.dtype, device: str) -> float:
+    updates, expected, (out, x, slots) = low_rank_inputs(big, dtype, device)
+    wide = out.float()
+    expected.add(wide, x.float(), slots)
+    updates.add(out, x, slots)
+    return relative_error(out, wide)
+
+
+def low_rank_rows_error(big: bool, device: str) -> float:
+    updates, _, (out, x, slots) = low_rank_inputs(big, BFLOAT16, device)
+    together = out.clone()
+    updates.add(together, x, slots)
+    for rows in (slice(0, 1), slice(3, 4), slice(7, 39), slice(20, None)):
+        part = out[rows].clone()
+        updates.add(part, x[rows], slots[rows])
+        if not torch.equal(part, together[rows]):
+            return 1
+    return 0
 
 
 def mixture_error(big: bool, dtype: torch.dtype, device: str) -> float:

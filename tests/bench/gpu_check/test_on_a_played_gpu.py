@@ -34,7 +34,7 @@ pytestmark = [
 FIGURES = (
     kernel_figures.decode_figures, kernel_figures.decode_tile_figures, kernel_figures.prefill_figures,
     kernel_figures.small_figures, kernel_figures.block_figures, kernel_figures.sampling_figures,
-    kernel_figures.linear_figures, gate_up.gate_up_figures,
+    kernel_figures.linear_figures, kernel_figures.low_rank_figures, gate_up.gate_up_figures,
     engine_figures.engine_figures("Llama-3.1-8B", exact=False),
 )  # fmt: skip
 
