@@ -95,7 +95,7 @@ class AdapterSlots:
         """Empty the slots that others need. ``in_use``: contents that any step may use; ``reported``: those
         that a coordinator knows of."""
         with self._lock:
-            for content in self._leaving - in_use - reported:
+            for content in sorted(self._leaving - in_use - reported):
                 self._leaving.remove(content)
                 self._empty.append(self._ready.pop(content))
             num_short = len(self._wanted()) - len(self._empty) - len(self._leaving)

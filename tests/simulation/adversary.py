@@ -29,6 +29,7 @@ class Adversary:
             (faults.flip_every, self.flip),
             (faults.lend_every, self.lend),
             (faults.clock_jump_every, self.set_a_clock),
+            (faults.adapters_change_every * bool(world.scenario.cluster.adapters), world.folder.change),
         ):
             if every:
                 self._again(every, strike)

@@ -92,6 +92,8 @@ class Checks:
                 yield f"{process.name} is dead"
             elif process.num_retiring:
                 yield f"a role of {process.name} is over, and not everybody has heard it"
+            elif problem := process.adapters.problem:
+                yield f"{process.name} {problem}"
         for coordinator in self.world.coordinators.values():
             yield from self._left_at(coordinator)
         refused = [set(each.core.refused(each.now)) for each in world.coordinators.values()]
@@ -135,6 +137,8 @@ class Checks:
                 known = coordinator.core.pools.workers.get(worker.id)
                 if known is not None and known.cached != cached:
                     self.world.violated(f"{coordinator.name} does not know what {worker.name} has cached")
+                if known is not None and known.adapters != worker.process.adapters.slots.reported:
+                    self.world.violated(f"{coordinator.name} does not know the adapters of {worker.name}")
         self._check_others_work()
         self._check_communicators()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
+from simulation.adapters import shift
 from simulation.client import BrokenSink, Client, ClientSink
 from simulation.model import EOS, expected_output, logprob
 from simulation.poison import FUSES, PoisonousRequest
@@ -60,8 +61,11 @@ class Clients:
         elif is_odd := self._odd.random() < self.world.scenario.odd:
             prompt, sampling = self.wishes.odd(self._odd, prompt, sampling)
         for i in range(num_choices):
-            request = Request(f"r{number + i}", prompt, sampling, ClosedSink(), 0.0, timeout, priority, salt)
+            request = Request(
+                f"r{number + i}", prompt, sampling, ClosedSink(), 0.0, timeout, priority, salt=salt
+            )
             request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
+            self.world.folder.choose(request, coordinator.core.pools.adapters.names().served)
             if self._has_key(request):
                 request.answer_id = request.request_id.encode().rjust(16)
             if is_odd:
@@ -84,7 +88,7 @@ class Clients:
         bounds = sampling.max_tokens, sampling.min_tokens, stops, MAX_MODEL_LEN
         cluster = self.world.scenario.cluster
         expected, reason = expected_output(
-            request.prompt_token_ids, *bounds, cluster.window, bool(cluster.drafts)
+            request.prompt_token_ids, *bounds, cluster.window, bool(cluster.drafts), shift(request.adapter)
         )
         client = Client(request, coordinator, expected, reason)
         request.sink = ClientSink(self, client)
@@ -125,8 +129,9 @@ class Clients:
             self.counts["clients that came again"] += 1
             id = f"{before.request_id}{mark}"
             prompt, sampling, salt = before.prompt_token_ids, before.sampling, before.salt
-            request = Request(id, prompt, sampling, ClosedSink(), 0.0, 90.0, before.priority, salt)
+            request = Request(id, prompt, sampling, ClosedSink(), 0.0, 90.0, before.priority, salt=salt)
             request.answer_id = before.answer_id
+            request.adapter, request.adapter_name = before.adapter, before.adapter_name
             coordinator.run(self._submit, request, coordinator)
 
     def tried(self, order: Prefill | Resume, worker: PeerId) -> None:
@@ -224,8 +229,12 @@ class Clients:
             request.deadline - request.arrival
         ):
             yield "its deadline had not passed"
-        if ended.error == "unavailable" and not coordinator.core.pools.gap:
+        pools = coordinator.core.pools
+        lacks = bool(request.adapter) and not pools.adapters.serves(request.adapter)
+        if ended.error == "unavailable" and not (pools.gap or lacks):
             yield "unavailable, but the workers are there"
+        if request.adapter and ended.finish_reason is not None:
+            self.counts["answers with an adapter"] += 1
         if ended.finish_reason is not None and client.num_tokens and request.sampling.grammar == BAD_GRAMMAR:
             yield "finished, and its grammar does not compile"
         if ended.finish_reason is not None and (
@@ -267,21 +276,10 @@ class Clients:
     @property
     def _anything_is_lost(self) -> bool:
         """Whether an attempt may fail without a worker's word."""
-        faults = self.faults
-        ends = (
-            faults.kill_every or faults.die_in_put or faults.poison or faults.drain_every or faults.flip_every
-        )
-        return (
-            bool(
-                faults.drop
-                or faults.mangle
-                or faults.defect
-                or faults.late
-                or faults.coordinator_restart_every
-                or ends
-            )
-            or self._anybody_was_slow
-        )
+        of = self.faults
+        ends = of.kill_every or of.die_in_put or of.poison or of.drain_every or of.flip_every
+        lost = of.drop or of.mangle or of.defect or of.late or of.coordinator_restart_every
+        return bool(ends or lost) or self._anybody_was_slow
 
     @property
     def _anybody_was_slow(self) -> bool:

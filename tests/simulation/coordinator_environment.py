@@ -18,6 +18,7 @@ from splitserve.transport.messages.messages import (
     Fenced,
     Hello,
     Message,
+    Move,
     OtherVersion,
     Prefill,
     Resume,
@@ -241,6 +242,8 @@ class SendCheck:
         def noted(*args: Any) -> Any:
             returned = method(*args)
             for action in returned[1] if isinstance(returned, tuple) else returned:
+                if type(action) is Send and isinstance(action.message, Prefill | Move):
+                    self._check_adapter(action.message, action.worker)
                 if type(action) is Send and type(action.message) in (Prefill, Resume):
                     self._process.world.clients.tried(action.message, action.worker)
                 if type(action) is Send and self._may_get(action.worker, action.message):
@@ -248,6 +251,16 @@ class SendCheck:
             return returned
 
         return noted
+
+    def _check_adapter(self, order: Prefill | Move, worker: WorkerId) -> None:
+        """Both workers have reported it."""
+        for each in (
+            *([] if isinstance(order, Move) else [worker]),
+            (order.decode.worker_id, order.decode.incarnation),
+        ):
+            known = self._core.pools.workers.get(each)
+            if known is not None and order.spec.adapter not in ("", *known.contents):
+                self._violated(f"{each[0]} lacks the adapter of a {type(order).__name__}")
 
     def _note_removed(self, worker: WorkerRecord, reason: str) -> None:
         self._due[worker.id].append(None)

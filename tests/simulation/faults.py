@@ -45,6 +45,7 @@ class Faults:
     coordinator_restart_every: float = 0.0
     coordinator_freeze_every: float = 0.0
     flip_every: float = 0.0  # a worker is asked to change its role
+    adapters_change_every: float = 0.0  # one is added, replaced or taken away
     lend_every: float = 0.0  # a coordinator lets decode workers borrow prompts no more, or again
     # clocks and clients
     clock_drift: float = 0.0  # share by which a process's clock may run too fast or too slow
@@ -79,6 +80,7 @@ class Cluster:
     max_num_seqs: int = 8
     max_batch_tokens: int = 48
     policy: Policy = "hybrid"
+    adapters: int = 0  # slots of each process; as many are there at first
     num_flexible: int = (
         0  # processes that can be of either role, besides; half of them begin as decode workers
     )
@@ -149,6 +151,7 @@ EVERYTHING = replace(
     coordinator_freeze_every=4.0,
     flip_every=0.8,
     lend_every=0.8,
+    adapters_change_every=0.3,
     short_deadline=0.03,
     failed_rendezvous=0.1,
     broken_communicator=0.01,

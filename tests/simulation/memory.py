@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from simulation.model import MASK, NUM_LAYERS, deeper, first_layer, logprob, next_token
 
@@ -12,8 +14,17 @@ from splitserve.transport.messages.messages import TokenLogprobs
 class Memory:
     """One value a token and layer: ``values[(block * NUM_LAYERS + layer) * block_size + offset]``."""
 
-    def __init__(self, num_blocks: int, block_size: int, window: int = 0, repeats: bool = False) -> None:
-        """``repeats``: whether the model mostly repeats prompts."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        window: int = 0,
+        repeats: bool = False,
+        shift: Callable[[str], int] = lambda _: 0,
+    ) -> None:
+        """``repeats``: whether the model mostly repeats prompts.
+        ``shift``: what an adapter adds to tokens."""
+        self._shift = shift
         self.block_size, self.window, self.repeats = block_size, window, repeats
         self.values = [-1 - i for i in range(num_blocks * NUM_LAYERS * block_size)]
         self._sums: list[int | None] = [None] * num_blocks  # known until the block is written again
@@ -52,7 +63,10 @@ class Memory:
             token = -1
             if state is not None:
                 repeated = state.prompt_token_ids if self.repeats else ()
-                token = next_token(self._total(table, length), repeated, length)
+                total = self._total(table, length)
+                if batch.adapters:
+                    total += self._shift(batch.adapters[row])
+                token = next_token(total, repeated, length)
             tokens.append(token)
             if state is not None and state.params.logprobs is not None:
                 logprobs[row] = TokenLogprobs(logprob(token))
@@ -93,7 +107,10 @@ class Memory:
             start, end = starts[row], starts[row + 1]
             before = positions[start] - 1
             kv = 0 if before < 0 else values[table[before // size] * block_values + before % size]
-            for value, slot in zip(first_layer(kv, token_ids[start:end]), slots[start:end], strict=True):
+            tokens = token_ids[start:end]
+            if batch.adapters and (shift := self._shift(batch.adapters[row])):
+                tokens = [token + shift for token in tokens]
+            for value, slot in zip(first_layer(kv, tokens), slots[start:end], strict=True):
                 block, offset = divmod(slot, size)
                 sums[block] = checksums[block] = None
                 place = block * block_values + offset

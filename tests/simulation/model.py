@@ -6,7 +6,7 @@
 
 (with a sliding window, of its last tokens), so one corrupt, stale or foreign slot anywhere in a sequence's
 blocks changes its tokens from then on. A token's logprob is a function of the token, so that one which is
-lost, doubled or another's shows.
+lost, doubled or another's shows. An adapter shifts every token that is read, and the sum.
 """
 
 from __future__ import annotations
@@ -61,19 +61,21 @@ def expected_output(
     max_model_len: int,
     window: int = 0,
     repeats: bool = False,
+    shift: int = 0,
 ) -> tuple[list[int], str]:
-    """What a run without faults answers, and why it ends: a pure function of the request."""
+    """What a run without faults answers, and why it ends: a pure function of the request. ``shift``: of its
+    adapter."""
     output: list[int] = []
     longest = min(max_tokens, max_model_len - len(prompt))
-    values = first_layer(0, prompt)
+    values = first_layer(0, [token + shift for token in prompt])
     while longest:
         seen = values[-window:]
-        total = FACTOR * sum(seen) + SUMMAND * len(seen)
+        total = FACTOR * sum(seen) + SUMMAND * len(seen) + shift
         token = next_token(total, prompt if repeats else (), len(prompt) + len(output))
         output.append(token)
         if token in stops and len(output) > min_tokens:
             return output, "stop"
         if len(output) == longest:
             break
-        values.append(mix(values[-1], token))
+        values.append(mix(values[-1], token + shift))
     return output, "length"

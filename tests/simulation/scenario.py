@@ -136,6 +136,10 @@ NAMED = {
         Faults(spill_every=0.2, kill_every=0.8, freeze_every=1.0, drain_every=1.0, late=0.02, cancel=0.1),
         Cluster(num_mixed=1, num_flexible=1, prefill_blocks=40, decode_blocks=60, store=True),
     ),
+    "adapters": Scenario(
+        Faults(adapters_change_every=0.1, drop=0.005, late=0.02, kill_every=1.0, drain_every=1.0, cancel=0.1),
+        Cluster(num_mixed=1, num_flexible=1, prefill_blocks=80, decode_blocks=60, adapters=2),
+    ),
     "drafts": Scenario(
         replace(MIXED, drain_every=0.5, step_error=0.01, step_no_memory=0.01, coordinator_restart_every=2.0),
         Cluster(num_mixed=1, num_flexible=1, prefill_blocks=60, decode_blocks=40, drafts=4),
@@ -178,7 +182,7 @@ NAMED = {
     ),
     "everything": Scenario(
         EVERYTHING,
-        Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5, copies=0.3),
+        Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5, copies=0.3, adapters=2),
         product_limits=True,
         keyed=0.5,
         odd=0.1,
@@ -188,7 +192,14 @@ NAMED = {
 
 OF_A_RENDEZVOUS = ("failed_rendezvous", "broken_communicator")
 OF_A_DISPATCHER = ("late_turn", "defect", "sink_error", "leave_in_push")
-DRAWN_ONE_BY_ONE = {"flip_every", "lend_every", "poison", "clock_jump_every", "broken_mover"}
+DRAWN_ONE_BY_ONE = {
+    "flip_every",
+    "lend_every",
+    "poison",
+    "clock_jump_every",
+    "broken_mover",
+    "adapters_change_every",
+}
 DRAWN_APART = {*DRAWN_ONE_BY_ONE, *OF_A_RENDEZVOUS, *OF_A_DISPATCHER}
 
 
@@ -212,6 +223,9 @@ def draw_scenario(seed: int) -> Scenario:
         chosen["clock_jump_every"] = EVERYTHING.clock_jump_every * 2 ** clocks.uniform(-1.0, 1.0)
     if (broken := Random(f"broken movers {seed}")).random() < 0.3:
         chosen["broken_mover"] = broken.uniform(0.1, 1.0)
+    if adapters := (changes := Random(f"adapters {seed}")).choice([0, 0, 0, 2, 3]):
+        usual = EVERYTHING.adapters_change_every
+        chosen["adapters_change_every"] = usual * 2 ** changes.uniform(-1.0, 1.0)
     dispatchers = Random(f"dispatchers {seed}")
     for name in OF_A_DISPATCHER:
         if dispatchers.random() < 0.4:
@@ -246,6 +260,7 @@ def draw_scenario(seed: int) -> Scenario:
         drafts=Random(f"drafts {seed}").choice([0, 0, 0, 4]),
         next=Random(f"next {seed}").choice([0.0, 0.0, 0.0, 0.3, 0.7]),
         store=Random(f"store {seed}").random() < 0.4,
+        adapters=adapters,
         num_far=Random(f"far {seed}").choice([0, 0, 0, 0, 0, 2]),
     )
     keyed = Random(f"keyed {seed}").choice([0.0, 0.0, 0.5, 1.0])

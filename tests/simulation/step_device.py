@@ -60,6 +60,12 @@ class VirtualStepDevice:
         return self._num_in_flight > 0
 
     @property
+    def adapters(self) -> set[str]:
+        """Those that steps under way name."""
+        under_way = [each for each in (self._running, self._next) if each is not None]
+        return {content for each in under_way for content in each.step.batch.adapters}
+
+    @property
     def wants_next(self) -> bool:
         return not self.busy or (self._num_in_flight == 1 and self._nearly_done)
 

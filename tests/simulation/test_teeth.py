@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import pytest
 from simulation import (
+    bugs_of_adapters,
     bugs_of_borrowing,
     bugs_of_pulls,
     bugs_of_resumption,
@@ -39,6 +40,7 @@ A_WORLD = 50
 OF_THE_PATCH = ("AttributeError", "NameError", "TypeError")
 """What a bug raises that no longer fits the code it was made for."""
 FILES = (
+    bugs_of_adapters,
     bugs_of_borrowing,
     bugs_of_pulls,
     bugs_of_stored_prefixes,

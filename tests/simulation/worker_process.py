@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
+from simulation.adapters import ProcessAdapters
 from simulation.channels import VirtualChannel
 from simulation.environment import BLOCK_BYTES, REACH, VirtualClock
 from simulation.memory import Memory
@@ -86,7 +87,9 @@ class WorkerProcess(Process):
         self.build = world.builds.drawn(name, self.pid)
         cluster = world.scenario.cluster
         self.model = replace(MODEL, window=cluster.window)
-        self.memory = Memory(num_blocks, BLOCK_SIZE, cluster.window, bool(cluster.drafts))
+        self.adapters = ProcessAdapters(self)
+        repeats, shift = bool(cluster.drafts), self.adapters.shift
+        self.memory = Memory(num_blocks, BLOCK_SIZE, cluster.window, repeats, shift)
         self.writers: dict[Process, Counter[int]] = {}  # that are copying into these blocks of ours
         self.blocks = WatchedBlocks(num_blocks, self)
         self.hung_until = self.slow_until = 0.0
@@ -240,6 +243,7 @@ class WorkerProcess(Process):
             self.poll,
             lambda: None,
             store=VirtualStore(self) if world.scenario.cluster.store else None,
+            adapters=self.adapters.slots,
             times=TIMES,
             slicing=world.random.choice(MODES),
             check_bytes=BLOCK_BYTES * world.random.choice(BLOCKS_A_CHECK),

@@ -12,6 +12,7 @@ Nothing that decides is written again here. To be read in this order:
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
     worker_process.py, worker_role.py      the worker's live loop, and each of its roles as the world sees it
     step_device.py           what computes its steps
+    adapters.py              the folder of adapters, and the slots of a process
     coordinator_process.py, coordinator_environment.py      the coordinator, and what its dispatcher is given
     adversary.py, poison.py  what befalls processes
     clients.py, watched_blocks.py, checks.py      what must be true
@@ -24,6 +25,7 @@ from collections import Counter
 from random import Random
 from typing import cast
 
+from simulation.adapters import AdapterFolder
 from simulation.adversary import Adversary
 from simulation.agents import Agent
 from simulation.builds import Builds
@@ -72,6 +74,7 @@ class World:
         }
         self.network = Network(self)
         self.builds = Builds(self)
+        self.folder = AdapterFolder(self)
         self.checks = Checks(self)
         self.clients = Clients(self)
         self.poison = Poison(self)
