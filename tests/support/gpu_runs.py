@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -70,6 +70,7 @@ def load(
     kv_dtype: Literal["auto", "fp8"] = "auto",
     exact: bool = False,
     num_gpus: int = 1,
+    **more: Any,
 ) -> WorkerModel:
     settings = WorkerSettings(
         model=folder,
@@ -82,16 +83,20 @@ def load(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         max_model_len=40,
+        **more,
     )
     return load_model(settings, max_decode_seqs=2, prefill_tokens=lambda _: 5, max_step_seqs=9)
 
 
-def generate(runner: ModelRunner, gpu: PlayedGpu | None = None) -> tuple[list[StepOutput], AfterLast]:
-    """Two prompts, one of them in two chunks; then steps of both, and of one, which follows a grammar. On a
-    GPU each of these is launched before the tokens of the one before are read."""
+def generate(
+    runner: ModelRunner, gpu: PlayedGpu | None = None, adapters: Sequence[str] = ("", "")
+) -> tuple[list[StepOutput], AfterLast]:
+    """Two prompts with these adapters, one of them in two chunks; then steps of both, and of one, which
+    follows a grammar. On a GPU each of these is launched before the tokens of the one before are read."""
     random, matcher = np.random.default_rng(4), AfterLast(VOCAB_SIZE)
-    long = HandSequence(random.integers(0, VOCAB_SIZE, 10).tolist(), [9, 3], EDITED)
-    short = HandSequence(random.integers(0, VOCAB_SIZE, 4).tolist(), [1], PLAIN, matcher=matcher)
+    long = HandSequence(random.integers(0, VOCAB_SIZE, 10).tolist(), [9, 3], EDITED, adapter=adapters[0])
+    prompt = random.integers(0, VOCAB_SIZE, 4).tolist()
+    short = HandSequence(prompt, [1], PLAIN, matcher=matcher, adapter=adapters[1])
     reported: list[StepOutput] = []
     pending: list[tuple[list[tuple[HandSequence, int]], Callable[[], StepOutput]]] = []
 
