@@ -107,7 +107,7 @@ class AdapterFolder:
             file = read_adapter(self._folder / name)
             self._resident.check(file)
         except AdapterError as error:
-            self._warn(name, f"{error}")
+            self._warn(name, f"the adapter {self._folder / name} is not served: {error}")
             if isinstance(error.__cause__, OSError | MemoryError):
                 self._read.pop(name, None)  # the next time it may go well
                 return

@@ -60,7 +60,7 @@ class AdapterFile:
 
 
 def read_adapter(folder: Path) -> AdapterFile:
-    """Raises AdapterError, also while the files are being written."""
+    """Raises AdapterError with what is wrong, also while the files are being written."""
     try:
         before = stamp(folder)
         settings = _read(folder / CONFIG)
@@ -71,7 +71,7 @@ def read_adapter(folder: Path) -> AdapterFile:
         layers = {name: _layer(name, pair, weights, config) for name, pair in pairs.items()}
     except (AdapterError, WeightsError, OSError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or f"{error}" or "out of memory"
-        raise AdapterError(f"the adapter {folder} is not served: {reason}") from error
+        raise AdapterError(reason) from error
     digest = blake2b(digest_size=16)
     for text in (settings, weights):
         digest.update(len(text).to_bytes(8, "little"))

@@ -93,6 +93,16 @@ def test_stored_blocks_need_a_key_that_stays(model: Path, tmp_path: Path) -> Non
     assert {str(worker.kv_store) for worker in found.workers} == {store}
 
 
+def test_every_worker_gets_the_folder_of_adapters(model: Path, tmp_path: Path) -> None:
+    found = planned(model, tmp_path, lora_folder=str(tmp_path), max_loras="3", decode_max_lora_rank="64")
+    assert {(worker.lora_folder, worker.max_loras) for worker in found.workers} == {(tmp_path, 3)}
+    assert {worker.max_lora_rank for worker in found.workers} == {16, 64}
+    with pytest.raises(
+        ConfigError, match="--lora-folder needs --runner model: a paced worker computes nothing"
+    ):
+        planned(model, tmp_path, lora_folder=str(tmp_path), runner="paced:p.json")
+
+
 def test_a_chat_needs_a_key_where_keys_are_asked_for(model: Path, tmp_path: Path) -> None:
     tenants, key = str(tmp_path / "tenants.sqlite"), tmp_path / "key"
     with pytest.raises(ConfigError, match="need --api-key-file"):

@@ -38,7 +38,12 @@ EVERYTHING: dict[str, Any] = {
     },
     "imagePullSecrets": [{"name": "registry"}],
     "options": {"log_format": "json"},
-    "workerOptions": {"dtype": "bfloat16", "block_size": 64, "exact": True},
+    "workerOptions": {
+        "dtype": "bfloat16",
+        "block_size": 64,
+        "exact": True,
+        "lora_folder": "/models/adapters",
+    },
     "coordinator": {
         "replicas": 1,
         "tenantsSecret": "tenants",

@@ -144,8 +144,11 @@ def test_one_that_cannot_be_served_is_logged_once_and_the_others_are(
     logged = sorted(record.message for record in caplog.records if record.levelno == logging.WARNING)
     assert len(logged) == 3
     assert logged[0].startswith("no adapter can have the name 'a\\nb'")
-    assert logged[1] == "rank 8; raise --max-lora-rank"
-    assert logged[2].endswith("it has no adapter_config.json; copy the whole folder that peft saved")
+    assert logged[1] == f"the adapter {rig.folder / 'high'} is not served: rank 8; raise --max-lora-rank"
+    assert logged[2] == (
+        f"the adapter {rig.folder / 'none'} is not served: it has no adapter_config.json; copy the whole "
+        "folder that peft saved"
+    )
     assert rig.add("high", 2, rank=3)
     rig.look()
     assert rig.served.keys() == {"good", "high"}, "it is read again when it has changed"

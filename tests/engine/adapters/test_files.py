@@ -126,7 +126,7 @@ def test_a_configuration_that_is_not_served_is_refused(
     folder: Path, changes: dict[str, Any], expected: str
 ) -> None:
     with_config(folder, **changes)
-    with pytest.raises(AdapterError, match=rf"^the adapter {folder} is not served: .*{expected}"):
+    with pytest.raises(AdapterError, match=expected):
         read_adapter(folder)
 
 
