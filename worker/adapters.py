@@ -29,25 +29,33 @@ class Resident(Protocol):
     def put(self, slot: int, file: AdapterFile) -> None: ...
 
 
+def require_folder(folder: Path) -> None:
+    """Raises AdapterError where there is no such folder of adapters."""
+    if not folder.is_dir():
+        raise AdapterError(f"--lora-folder {folder}: there is no such folder")
+    if (folder / CONFIG).exists():
+        raise AdapterError(
+            f"--lora-folder {folder}: it is an adapter itself; name the folder that has the adapters' folders"
+        )
+
+
 class AdapterFolder:
     """Each subfolder has an adapter, whose name is the subfolder's. One that changes is read when it has been
     the same for two looks. No error here ends the worker, once it has looked."""
 
     def __init__(self, folder: Path, resident: Resident, period_s: float = PERIOD_S) -> None:
-        """Returns when all that are there are ready. Raises AdapterError where there is no such folder."""
+        """Returns when all that are there are ready."""
         self._folder, self._resident, self._period_s = folder, resident, period_s
         self.slots = AdapterSlots(resident.num_slots)
         self._names: dict[str, str] = {}  # and their contents
         self._seen: dict[str, object] = {}  # each one's stamp at the last look
         self._read: dict[str, object] = {}  # the stamp that it had when it was read
         self._logged: dict[str, str] = {}
-        self._problem, self._looked, self._stopping = "", threading.Event(), threading.Event()
+        self._looked, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="adapters", daemon=True)
         self._thread.start()
         if not self._looked.wait(FIRST_LOOK_S):
             _log.warning("--lora-folder %s: still reading; adapters are served as they are ready", folder)
-        if self._problem:
-            raise AdapterError(f"--lora-folder {folder}: {self._problem}")
 
     def stop(self) -> None:
         self._stopping.set()
@@ -56,15 +64,10 @@ class AdapterFolder:
     # --- on the thread ---------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        if not self._folder.is_dir():
-            self._problem = "there is no such folder"
-        elif (self._folder / CONFIG).exists():
-            self._problem = "it is an adapter itself; name the folder that has the adapters' folders"
-        while not (self._problem or self._stopping.is_set()):
+        while not self._stopping.is_set():
             self._look()
             self._looked.set()
             self._stopping.wait(self._period_s)
-        self._looked.set()
 
     def _look(self) -> None:
         try:

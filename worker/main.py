@@ -10,6 +10,7 @@ from ..transport.channels.keys import load_key
 from ..transport.movers.shm import SharedPool
 from ..transport.process.heap import settle_heap
 from ..transport.process.host import allow_many_files
+from .adapters import require_folder
 from .health import Health, HealthServer
 from .live_parts import live_parts
 from .loop import Worker
@@ -38,6 +39,8 @@ def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
         shared.append(SharedPool.create(num_bytes))
         return shared[0].buffer
 
+    if settings.lora_folder is not None:
+        require_folder(settings.lora_folder)
     settings = settings.model_copy(update={"name": settings.worker_id})
     decodes = isinstance(settings, DecodeSettings)
     model = load_model(

@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from splitserve.engine.adapters.files import CONFIG, WEIGHTS, AdapterFile, read_adapter
 from splitserve.engine.errors import AdapterError
 from splitserve.worker import adapters
-from splitserve.worker.adapters import AdapterFolder
+from splitserve.worker.adapters import AdapterFolder, require_folder
+from splitserve.worker.main import run
+from splitserve.worker.settings import DecodeSettings
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -214,7 +216,14 @@ def test_there_must_be_a_folder_of_folders(rig: Rig) -> None:
     rig.add("a")
     for wrong, why in (("a", "it is an adapter itself"), ("b", "there is no such folder")):
         with pytest.raises(AdapterError, match=f"^--lora-folder {rig.folder / wrong}: {why}"):
-            AdapterFolder(rig.folder / wrong, rig.resident)
+            require_folder(rig.folder / wrong)
+    require_folder(rig.folder)
+
+
+def test_a_start_without_the_folder_ends_before_the_model_is_loaded(tmp_path: Path) -> None:
+    settings = DecodeSettings(model=tmp_path / "none", insecure=True, lora_folder=tmp_path / "adapters")
+    with pytest.raises(AdapterError, match="there is no such folder"):
+        run(settings)
 
 
 @pytest.mark.timeout(60)
