@@ -232,12 +232,11 @@ class GenerationApi:
             raise WrongField("n", f"{asked}; at most {most} are allowed")
         if plan.unknown_fields:
             self._unknown.note(plan.unknown_fields)
-        key = IdempotencyKey.of(call)
+        plan, key = plan._replace(adapter=self.model.adapter(plan.model)), IdempotencyKey.of(call)
         named = plan.request_id or client_id(call.headers)
         id, trace = self._ids.new(plan.endpoint, named), None
         if self.tracing is not None:
             trace = begin_trace(self.tracing, call.endpoint, call.headers, arrival, self.metrics.failures)
-        plan = plan._replace(adapter=self.model.adapter(plan.model))
         answering: Answering = call if self.bodies is None else self.bodies.record(call)
         call.drop_body()
         exchange = HttpExchange(self, answering, plan, id, arrival, trace, named, key)

@@ -80,11 +80,10 @@ class HttpExchange:
         self._service, self._call, self._trace = service, call, trace
         self._dispatcher, self._metrics = service.dispatcher, service.metrics
         self._loop = asyncio.get_running_loop()
-        self._begun = False
         self._num_open = 0  # choices that have not ended
         self._finished: set[int] = set()  # choices whose last chunk was written
         self._num_running = 0  # of these, with the dispatcher
-        self._closed = False
+        self._begun = self._closed = False
         self._silence = Silence(arrival)
         self._id_header = (b"x-request-id", (client_id or id).encode())
         self._over = self._reported = False  # its response is complete or not wanted; the service knows it
@@ -110,8 +109,7 @@ class HttpExchange:
         """Make up to MANY_CHOICES more choices, and the requests behind them."""
         plan, first = self.plan, len(self.choices)
         for number in range(first, min(first + MANY_CHOICES, plan.num_choices)):
-            prompt, candidate = divmod(number, plan.num_candidates)
-            self.requests.append(self._make_request(number, prompt, candidate))
+            self.requests.append(self._make_request(number, *divmod(number, plan.num_candidates)))
 
     def _make_request(self, number: int, prompt_number: int, candidate: int) -> Request:
         plan, account, prompt = self.plan, self._call.account, self.plan.prompts[prompt_number]
@@ -129,7 +127,7 @@ class HttpExchange:
             deadline=self.deadline,
             priority=plan.priority,
             adapter=plan.adapter,
-            adapter_name=plan.model,
+            adapter_name=plan.adapter_name,
             tenant=account.tenant,
             priority_class=plan.priority_class,
             salt=salt_of(account.salt, plan.cache_salt),
@@ -293,8 +291,7 @@ class HttpExchange:
     def _end(self, status: str) -> None:
         self._over = True
         self.account.status = status
-        adapter = self.plan.model if self.plan.adapter else ""
-        self._metrics.request_ended(self.plan.endpoint, status, adapter)
+        self._metrics.request_ended(self.plan.endpoint, status, self.plan.adapter_name)
 
     def _look_if_done(self) -> None:
         if self._closed and self._num_running <= 0 and not self._reported:  # negative: see ``overdue``

@@ -89,6 +89,11 @@ class RequestPlan(NamedTuple):
     adapter: str = ""  # the content that ``model`` stands for, once the request is opened
 
     @property
+    def adapter_name(self) -> str:
+        """Return the name of its adapter; empty: it is for the model itself."""
+        return self.model if self.adapter else ""
+
+    @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.num_candidates
 

@@ -1,4 +1,4 @@
-"""Which adapters requests may name as their model, from what workers report. Pure.
+"""Adapters that requests may name as their model, by the reports of workers. Pure.
 
 A name stands for one content: of those that a prefill and a decode worker that fit together have, the one
 that most workers have under this name; of equals, the one reported last.

@@ -14,7 +14,7 @@ workers has room.
     pools.py          the workers, by role            snapshot.py    the present state, as values
     worker.py         one worker                      assignments.py the requests of each worker
     open_workers.py   the workers with room           cache_index.py the workers that have a block
-    adapters.py       names of adapters, by worker
+    overtaking.py     requests for adapters wait      adapters.py    names of adapters
     time_ledger.py    where a request's time goes     worker_fit.py  which workers fit together
     outcomes.py       counts, readiness               actions.py     the actions for the shell
 """

@@ -5,29 +5,27 @@ A request waits until a prefill worker and a decode worker that fit together hav
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain
 from math import inf
 from typing import NamedTuple
 
-from ...transport.messages.messages import Role
 from .actions import Action
 from .cache_index import Level
-from .open_workers import MAX_COMPARED, OpenWorkers
+from .open_workers import OpenWorkers
+from .overtaking import Overtaking
 from .pools import Pools
 from .request import Request
 from .request_queue import RequestQueue, Tried
 from .routing import (
     Need,
     Policy,
-    PrefixSource,
-    can_send_prefix,
     choose_borrower,
     choose_decode,
     choose_pair,
     choose_prefill,
     fitting,
     holding,
+    prefix_source,
 )
 from .state_machine import RequestStateMachine
 from .worker import WorkerRecord
@@ -82,9 +80,7 @@ class Placement:
         self._shortest_prompt: float = inf
         self._shortest_sequence: float = inf
         self._inconclusive = False  # something other than room may have kept a request waiting
-        self._turned_away: dict[str, float] = {}  # by adapter, tokens: no room for them
-        self._kept_free: dict[Role, set[str]] = {"prefill": set(), "decode": set()}
-        """Adapters of requests that have waited for too long: others leave them the workers with these."""
+        self._overtaking = Overtaking(pools)
 
     def place(self, request: Request, now: float) -> list[Action]:
         """Dispatch a new request, or add it to the queue."""
@@ -125,7 +121,7 @@ class Placement:
         def place(request: Request) -> Tried:
             begun = self._dispatch(request, now)
             actions.extend(begun)
-            return "placed" if begun else self._aside(request, now) if request.adapter else "waits"
+            return "placed" if begun else self._aside(request, now)
 
         self._begin_pass()
         version = queue.version
@@ -138,9 +134,7 @@ class Placement:
     def _begin_pass(self) -> None:
         self._blocked = None
         self._shortest_prompt = self._shortest_sequence = inf
-        self._turned_away.clear()
-        for adapters in self._kept_free.values():
-            adapters.clear()
+        self._overtaking.begin_pass()
         self._inconclusive = self._queue.has_retries or bool(self._suspicion.suspects)
 
     def _proof(self, order_version: int | None) -> Blocked:
@@ -156,16 +150,13 @@ class Placement:
         return not any(w.num_others or (not w.accepting and w.dispatches) for w in prefills)
 
     def _aside(self, request: Request, now: float) -> Tried:
-        """Return whether others may overtake a request that was not placed: where only some workers, or none,
-        have its adapter. Once it has waited for too long they must leave these workers to it."""
-        adapter, pools = request.adapter, self._pools
-        if pools.all_have(adapter):
+        """Return whether others may overtake a request that was not placed."""
+        if self._overtaking.all_have(request.adapter):
             return "waits"
-        if pools.adapters.serves(adapter) and self._queue.is_starving(request, now):
-            self._kept_free["decode"].add(adapter)
-            prefills = self._usable(pools.open_of_role("prefill"), request)
-            if not any(self._prefill_has_room(w, request) for w in prefills):
-                self._kept_free["prefill"].add(adapter)
+        if self._queue.is_starving(request, now):
+            prefills = self._overtaking.usable(self._pools.open_of_role("prefill"), request)
+            has_prefill = any(self._prefill_has_room(w, request) for w in prefills)
+            self._overtaking.keep_free(request, has_prefill)
         return "aside"
 
     # --- one request ---------------------------------------------------------------------------------
@@ -181,50 +172,25 @@ class Placement:
                 return []
         if (pair := self._choose_pair(request)) is None:
             return []
-        return self._machine.dispatch(request, *pair, now, self._prefix_source(request, pair[0]))
-
-    def _prefix_source(self, request: Request, prefill: WorkerRecord) -> PrefixSource | None:
-        """Return a worker that has enough more of the prompt cached than the one that computes it."""
-        least, size = self._min_pull_tokens, prefill.block_size
-        if not least or request.num_tokens <= least or prefill.window or request.needs_prompt_logprobs:
-            return None
-        if request.first_hash(prefill) not in self._pools.cache:
-            return None
-        hashes = request.hashes(prefill)[: (request.num_tokens - 1) // size]  # the last token is computed
-        for block_hash, holders in self._pools.cache.levels(hashes):
-            if block_hash in prefill.cached:
-                return None
-            turn = self._assignments.next_dispatch % len(holders)
-            in_turn = (holders[turn : turn + MAX_COMPARED] + holders)[:MAX_COMPARED]
-            if (source := next((w for w in in_turn if can_send_prefix(w, prefill)), None)) is not None:
-                num_blocks = source.match_prefix(hashes)
-                enough = (num_blocks - prefill.match_prefix(hashes)) * size >= least
-                return PrefixSource(source, hashes[:num_blocks]) if enough else None
-        return None
+        turn, cache = self._assignments.next_dispatch, self._pools.cache
+        source = prefix_source(request, pair[0], cache, turn, self._min_pull_tokens)
+        return self._machine.dispatch(request, *pair, now, source)
 
     def _choose_pair(self, request: Request) -> Pair | None:
         """Return the workers for a request; None: none has room."""
-        adapter, pools = request.adapter, self._pools
-        everyone = not self._kept_free["decode"] and (not adapter or pools.all_have(adapter))
-        if everyone and pools.all_fit and not request.num_attempts and not self._suspicion.suspects:
-            if adapter and request.num_tokens >= min(self._shortest_prompt, self._shortest_sequence):
+        anywhere = self._overtaking.may_go_anywhere(request)
+        is_first = not request.num_attempts and not self._suspicion.suspects
+        if anywhere and is_first and self._pools.all_fit:
+            if request.adapter and request.num_tokens >= min(self._shortest_prompt, self._shortest_sequence):
                 return None  # in this pass
             return self._choose_among_all(request) or self._choose_borrower(request)
-        if adapter and not pools.adapters.serves(adapter):
-            return None
-        too_long = self._turned_away.get(adapter, inf)
-        if not request.num_attempts and request.num_tokens >= too_long:
+        if self._overtaking.is_hopeless(request):
             return None
         pair = self._choose_among_fitting(request) or self._choose_borrower(request)
-        if pair is None and not everyone:
+        if pair is None and not anywhere:
             self._inconclusive = True
-            self._turned_away[adapter] = min(request.num_tokens, too_long)
+            self._overtaking.turn_away(request)
         return pair
-
-    def _usable(self, workers: Iterable[WorkerRecord], request: Request) -> list[WorkerRecord]:
-        """Return the workers that have the request's adapter and are not left to other requests."""
-        kept_free, adapter = self._kept_free, request.adapter
-        return [w for w in workers if w.has(adapter) and kept_free[w.role].isdisjoint(w.contents)]
 
     def _choose_among_all(self, request: Request) -> Pair | None:
         """For a first attempt, where every prefill worker fits every decode worker."""
@@ -267,13 +233,12 @@ class Placement:
     def _choose_among_fitting(self, request: Request) -> Pair | None:
         """For retries, suspects, and workers that differ."""
         num_tokens, pools, suspicion = request.num_tokens, self._pools, self._suspicion
-        prefills = [w for w in pools.open_of_role("prefill") if self._prefill_has_room(w, request)]
+        usable = self._overtaking.usable(pools.open_of_role("prefill"), request)
+        prefills = [w for w in usable if self._prefill_has_room(w, request)]
         if not prefills:
             self._shortest_prompt = min(self._shortest_prompt, num_tokens)
             return None
-        decodes = pools.open_of_role("decode").with_room(num_tokens)
-        if request.adapter or self._kept_free["decode"]:
-            prefills, decodes = self._usable(prefills, request), self._usable(decodes, request)
+        decodes = self._overtaking.usable(pools.open_of_role("decode").with_room(num_tokens), request)
         if (avoid := request.avoid) is not None:
             decodes = [w for w in decodes if w is not avoid and w.kind == avoid.kind] or decodes
         if suspicion.suspects:
@@ -303,7 +268,7 @@ class Placement:
             and self._prefill_has_room(prefill, request)
             and num_tokens <= decode.room
             and request.max_tokens <= decode.max_model_len
-            and len(self._usable((prefill, decode), request)) == 2
+            and len(self._overtaking.usable((prefill, decode), request)) == 2
         ]
         if suspicion.suspects:
             allowed = [suspicion.allowed(request, list(role)) for role in zip(*pairs, strict=True)]
@@ -315,12 +280,10 @@ class Placement:
         prefills = pools.open_of_role("prefill")
         ahead = prefills.sum_of_ranks + self._queue.num_tokens
         lacks_decode = prefills.has_room(num_tokens)
-        some_lack_it = bool(request.adapter) and not pools.all_have(request.adapter)
-        has_to = lacks_decode or some_lack_it or not len(prefills)
+        has_to = lacks_decode or not len(prefills) or not self._overtaking.all_have(request.adapter)
         max_cost = inf if has_to else num_tokens + ahead / len(prefills)
-        return choose_borrower(
-            pairs, Need.of(request, pairs[0][0], self._assignments.next_dispatch), max_cost
-        )
+        need = Need.of(request, pairs[0][0], self._assignments.next_dispatch)
+        return choose_borrower(pairs, need, max_cost)
 
     def _prefill_has_room(self, worker: WorkerRecord, request: Request) -> bool:
         num_tokens = request.num_tokens
@@ -331,12 +294,6 @@ class Placement:
         if not worker.accepting and worker.dispatches:
             return False
         # retries are computed first (transport/messages/prompt_order.py)
-        ahead = self._pending_retry_tokens(worker)
-        return ahead == 0 or ahead + num_tokens <= worker.queue_budget
-
-    def _pending_retry_tokens(self, worker: WorkerRecord) -> int:
-        """Return the tokens of retried prompts that this prefill worker has not computed yet."""
         by_dispatch = self._assignments.by_dispatch
-        return sum(
-            tokens for dispatch, tokens in worker.pending.items() if by_dispatch[dispatch].num_attempts > 1
-        )
+        ahead = sum(n for dispatch, n in worker.pending.items() if by_dispatch[dispatch].num_attempts > 1)
+        return ahead == 0 or ahead + num_tokens <= worker.queue_budget

@@ -38,8 +38,6 @@ class Pools:
         that came again at once had their answer computed anew in a live cluster, with it none of 17."""
         self.workers: dict[WorkerId, WorkerRecord] = {}
         self.cache, self.adapters = CacheIndex(), AdapterIndex(self.workers)
-        self._all_have: dict[str, bool] = {}  # by adapter, at these versions
-        self._versions: tuple[int, ...] = ()
         self.reasons_lost: dict[WorkerId, str] = {}  # why the latest of the workers that are gone are gone
         self._open: dict[Role, OpenWorkers] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
         self._reserves: dict[Role, OpenWorkers] = {"prefill": OpenWorkers(), "decode": OpenWorkers()}
@@ -73,16 +71,6 @@ class Pools:
         """Return a decode worker that keeps this answer."""
         return next((w for w in self.of_role("decode") if answer_id in w.answers and not w.ended), None)
 
-    def all_have(self, adapter: str) -> bool:
-        """Whether each worker that takes new work, without reserves, has this adapter."""
-        versions = self.adapters.version, self._open["prefill"].version, self._open["decode"].version
-        if versions != self._versions:
-            self._versions, self._all_have = versions, {}
-        if (known := self._all_have.get(adapter)) is None:
-            known = all(w.has(adapter) for w in chain(self._open["prefill"], self._open["decode"]))
-            self._all_have[adapter] = known
-        return known
-
     # --- coming and going ------------------------------------------------------------------------------
 
     def on_another_host(self, hello: Hello) -> Hello | None:
@@ -100,7 +88,9 @@ class Pools:
         ]
         for worker in replaced:
             del self.workers[worker.id]
-            self._forget(worker)
+            worker.list_in(None)
+            self.cache.clear(worker)
+            self.adapters.gone(worker)
         if (known := self.workers.get((hello.worker_id, hello.incarnation))) is not None:
             known.last_seen = now
         else:
@@ -141,13 +131,10 @@ class Pools:
         self.reasons_lost[worker.id] = reason
         if len(self.reasons_lost) > MAX_REASONS:
             del self.reasons_lost[next(iter(self.reasons_lost))]
-        self._forget(worker)
-        self._workers_changed()
-
-    def _forget(self, worker: WorkerRecord) -> None:
         worker.list_in(None)
         self.cache.clear(worker)
         self.adapters.gone(worker)
+        self._workers_changed()
 
     def process_ending(self, worker: WorkerRecord) -> None:
         """Give the worker no new work, and do not count its silence: its process has ended."""

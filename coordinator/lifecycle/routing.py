@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Literal, NamedTuple
 
+from .cache_index import CacheIndex
+from .open_workers import MAX_COMPARED
 from .request import Request
 from .worker import DELAY_WEIGHT, WorkerRecord, hash64, shuffled
 
@@ -80,6 +82,29 @@ def can_send_prefix(source: WorkerRecord, prefill: WorkerRecord) -> bool:
         and theirs.wire_version >= SENDS_PREFIXES
         and (ours.host == theirs.host or not theirs.peer_address.startswith(LOOPBACK))
     )
+
+
+def prefix_source(
+    request: Request, prefill: WorkerRecord, cache: CacheIndex, turn: int, least: int
+) -> PrefixSource | None:
+    """Return a worker that has enough more of the prompt cached than the one that computes it: ``least``
+    tokens; 0: nothing is pulled."""
+    size = prefill.block_size
+    if not least or request.num_tokens <= least or prefill.window or request.needs_prompt_logprobs:
+        return None
+    if request.first_hash(prefill) not in cache:
+        return None
+    hashes = request.hashes(prefill)[: (request.num_tokens - 1) // size]  # the last token is computed
+    for block_hash, holders in cache.levels(hashes):
+        if block_hash in prefill.cached:
+            return None
+        first = turn % len(holders)
+        in_turn = (holders[first : first + MAX_COMPARED] + holders)[:MAX_COMPARED]
+        if (source := next((w for w in in_turn if can_send_prefix(w, prefill)), None)) is not None:
+            num_blocks = source.match_prefix(hashes)
+            enough = (num_blocks - prefill.match_prefix(hashes)) * size >= least
+            return PrefixSource(source, hashes[:num_blocks]) if enough else None
+    return None
 
 
 def choose_prefill(policy: Policy, workers: Sequence[WorkerRecord], need: Need) -> WorkerRecord:

@@ -226,7 +226,7 @@ async def test_a_long_prompt_of_a_client_that_goes_away_is_not_submitted(
     await soon(lambda: server.app.metrics.num_open == 0)
     gone.set()
     await soon(lambda: not generation.preparing)
-    assert server.app.metrics.counts.requests == {("/v1/completions", "cancelled"): 1}
+    assert server.app.metrics.counts.requests == {("/v1/completions", "cancelled", ""): 1}
     assert dispatcher.requests == []
 
 

@@ -144,7 +144,7 @@ async def test_a_broken_body_is_refused_and_counted(server: HttpServer) -> None:
         server, HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked"), b"zz\r\n"
     )
     assert answer.count(b"HTTP/1.1 400") == 1
-    assert server.app.metrics.counts.requests == {("/v1/completions", "400"): 1}
+    assert server.app.metrics.counts.requests == {("/v1/completions", "400", ""): 1}
 
 
 async def test_rubbish_behind_a_request_does_not_get_into_its_answer(

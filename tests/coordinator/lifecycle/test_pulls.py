@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from support.lifecycle_bench import MODEL, Bench, make_hello, sent
 
-from splitserve.coordinator.lifecycle import placement
+from splitserve.coordinator.lifecycle import routing
 from splitserve.coordinator.lifecycle.actions import Action, Send
 from splitserve.coordinator.lifecycle.open_workers import MAX_COMPARED
 from splitserve.transport.messages.blocks import chain, root_hash
@@ -86,8 +86,8 @@ def test_of_many_holders_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> N
     for n in range(100):
         join(made, f"e{n}", "decode", wire_version=4)
         caches(made, f"e{n}", 8, incarnation=2)
-    real = placement.can_send_prefix
-    monkeypatch.setattr(placement, "can_send_prefix", lambda *pair: asked.append(pair) or real(*pair))
+    real = routing.can_send_prefix
+    monkeypatch.setattr(routing, "can_send_prefix", lambda *pair: asked.append(pair) or real(*pair))
     assert pulled(made.submit(prompt_token_ids=PROMPT)) == 0
     assert 0 < len(asked) <= MAX_COMPARED
 

@@ -1,0 +1,76 @@
+"""Requests whose adapter only some workers have: where they may go, and that they hold up no others. Pure.
+
+Others overtake such a request. Once it has waited for too long, they leave the workers that have its adapter
+to it: all of these decode workers, and the prefill workers, too, where none has room for its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from math import inf
+
+from ...transport.messages.messages import Role
+from .pools import Pools
+from .request import Request
+from .worker import WorkerRecord
+
+
+class Overtaking:
+    """Of one pass over the queue, except what ``all_have`` remembers."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._all_have: dict[str, bool] = {}  # by adapter, at these versions
+        self._versions: tuple[int, ...] = ()
+        self._turned_away: dict[str, float] = {}  # by adapter, tokens: no room for them
+        self._kept_free: dict[Role, set[str]] = {"prefill": set(), "decode": set()}
+        """Adapters whose workers others leave alone."""
+
+    def begin_pass(self) -> None:
+        """Forget what the last pass over the queue has found."""
+        self._turned_away.clear()
+        for adapters in self._kept_free.values():
+            adapters.clear()
+
+    def all_have(self, adapter: str) -> bool:
+        """Whether each worker that takes new work, without reserves, has this adapter."""
+        if not adapter:
+            return True
+        prefills, decodes = self._pools.open_of_role("prefill"), self._pools.open_of_role("decode")
+        versions = self._pools.adapters.version, prefills.version, decodes.version
+        if versions != self._versions:
+            self._versions, self._all_have = versions, {}
+        if (known := self._all_have.get(adapter)) is None:
+            known = self._all_have[adapter] = all(w.has(adapter) for w in chain(prefills, decodes))
+        return known
+
+    def may_go_anywhere(self, request: Request) -> bool:
+        """Whether all workers have its adapter, and none is left to other requests."""
+        return not self._kept_free["decode"] and (not request.adapter or self.all_have(request.adapter))
+
+    def is_hopeless(self, request: Request) -> bool:
+        """Whether no workers serve its adapter, or none had room for a shorter one with it in this pass."""
+        adapter = request.adapter
+        if adapter and not self._pools.adapters.serves(adapter):
+            return True
+        return not request.num_attempts and request.num_tokens >= self._turned_away.get(adapter, inf)
+
+    def turn_away(self, request: Request) -> None:
+        """Note that it was not placed for lack of room."""
+        least = self._turned_away.get(request.adapter, inf)
+        self._turned_away[request.adapter] = min(request.num_tokens, least)
+
+    def usable(self, workers: Iterable[WorkerRecord], request: Request) -> list[WorkerRecord]:
+        """Return the workers that have the request's adapter and are not left to other requests."""
+        adapter, kept_free = request.adapter, self._kept_free
+        if not (adapter or kept_free["decode"]):
+            return list(workers)
+        return [w for w in workers if w.has(adapter) and kept_free[w.role].isdisjoint(w.contents)]
+
+    def keep_free(self, request: Request, has_prefill: bool) -> None:
+        """Leave the workers that have its adapter to a request that has waited for too long."""
+        if self._pools.adapters.serves(request.adapter):
+            self._kept_free["decode"].add(request.adapter)
+            if not has_prefill:
+                self._kept_free["prefill"].add(request.adapter)
