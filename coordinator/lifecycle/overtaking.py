@@ -17,7 +17,7 @@ from .worker import WorkerRecord
 
 
 class Overtaking:
-    """Of one pass over the queue, except what ``all_have`` remembers."""
+    """What one pass over the queue finds; ``all_have`` remembers its answers."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -49,7 +49,7 @@ class Overtaking:
         """Whether all workers have its adapter, and none is left to other requests."""
         return not self._kept_free["decode"] and (not request.adapter or self.all_have(request.adapter))
 
-    def is_hopeless(self, request: Request) -> bool:
+    def cannot_be_placed(self, request: Request) -> bool:
         """Whether no workers serve its adapter, or none had room for a shorter one with it in this pass."""
         adapter = request.adapter
         if adapter and not self._pools.adapters.serves(adapter):

@@ -184,7 +184,7 @@ class Placement:
             if request.adapter and request.num_tokens >= min(self._shortest_prompt, self._shortest_sequence):
                 return None  # in this pass
             return self._choose_among_all(request) or self._choose_borrower(request)
-        if self._overtaking.is_hopeless(request):
+        if self._overtaking.cannot_be_placed(request):
             return None
         pair = self._choose_among_fitting(request) or self._choose_borrower(request)
         if pair is None and not anywhere:
