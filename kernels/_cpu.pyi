@@ -98,6 +98,8 @@ def decoder_layers(
     dtype: int,
     cache: int,
     kv_scales: int,
+    adapters: int,
+    num_slots: int,
     /,
 ) -> None: ...
 def gumbel_argmax(logits: int, keys: int, chosen: int, rows: int, vocab_size: int, /) -> None: ...

@@ -96,14 +96,9 @@ class CudaKernels:
         return self._quantised([weight], None) if isinstance(weight, QuantisedWeight) else self._wide(weight)
 
     def low_rank(
-        self,
-        in_features: int,
-        out_features: int,
-        max_rank: int,
-        num_slots: int,
-        dtype: torch.dtype,
+        self, in_features: int, out_features: int, max_rank: int, num_slots: int, dtype: torch.dtype,
         device: torch.device,
-    ) -> GpuLowRank:
+    ) -> GpuLowRank:  # fmt: skip
         return GpuLowRank(in_features, out_features, max_rank, num_slots, dtype, device)
 
     def _wide(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -175,6 +175,7 @@ class LayerParts:
 
     q_norm, k_norm   [head_dim], or of all heads together (``norms_all_heads``), or None
     sinks            see ``AttentionInputs``
+    updates          of qkv, o and, if the MLP is dense, gate_up and down; or none
     """
 
     input_norm: Tensor | None
@@ -190,6 +191,7 @@ class LayerParts:
     mlp_out_norm: Tensor | None
     sliding_window: int | None
     sinks: Tensor | None = None
+    updates: Sequence[LowRank] = ()
 
 
 class FusedLayers(Protocol):
@@ -209,10 +211,11 @@ class FusedLayers(Protocol):
         pool: Tensor,
         rope: RopeInputs,
         attention: AttentionInputs,
+        adapters: Tensor | None = None,
     ) -> None:
         """Layers [first, last). ``residual`` [num_tokens, hidden_size] and ``hidden``, the last layer's
         output that is not yet added to it, in place; before layer 0 ``hidden`` means nothing. ``rope`` and
-        ``attention`` without what is one layer's own."""
+        ``attention`` without what is one layer's own. ``adapters``: slots, see ``LowRank.add``."""
 
 
 class Kernels(Protocol):
@@ -238,14 +241,9 @@ class Kernels(Protocol):
         ...
 
     def low_rank(
-        self,
-        in_features: int,
-        out_features: int,
-        max_rank: int,
-        num_slots: int,
-        dtype: torch.dtype,
+        self, in_features: int, out_features: int, max_rank: int, num_slots: int, dtype: torch.dtype,
         device: torch.device,
-    ) -> LowRank:
+    ) -> LowRank:  # fmt: skip
         """Slots that are all clear. On a GPU their memory is taken now."""
         ...
 

@@ -128,14 +128,9 @@ class NativeCpuKernels:
         return self._onednn_rows[name]
 
     def low_rank(
-        self,
-        in_features: int,
-        out_features: int,
-        max_rank: int,
-        num_slots: int,
-        dtype: torch.dtype,
+        self, in_features: int, out_features: int, max_rank: int, num_slots: int, dtype: torch.dtype,
         device: torch.device,
-    ) -> NativeLowRank:
+    ) -> NativeLowRank:  # fmt: skip
         return NativeLowRank(in_features, out_features, num_slots, dtype, self._panel, self._adapters)
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -198,8 +193,12 @@ class NativeCpuKernels:
             rows = min(rows, *(own.rows for own in packed))
             addresses = [at for own in packed for at in own.addresses]
             mixture = mlp.address if isinstance(mlp, NativeMixture) else 0
-            table.append([*addresses, *(0,) * (12 - len(addresses)), mixture])
-        return NativeLayers(layers, table, eps, rows)
+            slots = [own.address for own in layer.updates if isinstance(own, NativeLowRank)]
+            addresses += [0] * (12 - len(addresses))
+            table.append([*addresses, mixture, *slots, *(0,) * (4 - len(slots))])
+        updates = [own for layer in layers for own in layer.updates if isinstance(own, NativeLowRank)]
+        num_slots = updates[0].num_slots if updates else 0
+        return NativeLayers(layers, table, eps, rows, num_slots)
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
         check_rows(logits, torch.float32, logits.shape[1])

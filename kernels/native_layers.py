@@ -22,11 +22,17 @@ class NativeLayers:
     """See ``interface.FusedLayers``. Keeps the addresses of weights that the layers own."""
 
     def __init__(
-        self, layers: Sequence[LayerParts], products: Sequence[Sequence[int]], eps: float, rows: int
+        self,
+        layers: Sequence[LayerParts],
+        products: Sequence[Sequence[int]],
+        eps: float,
+        rows: int,
+        num_slots: int,
     ) -> None:
         """``products``: for each layer the Matrix (cpu/decoder.h) of qkv, o, gate_up and down, then the
-        address of its mixture; 0 for those that it has not. ``rows``: see ``FusedLayers``."""
-        self.rows = rows
+        address of its mixture and of the slots of the four; 0 for those that it has not. ``rows``: see
+        ``FusedLayers``."""
+        self.rows, self._num_slots = rows, num_slots
         self._layers, self._eps = layers, eps  # the addresses are theirs
         table = []
         dense = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseMlp)]
@@ -39,6 +45,7 @@ class NativeLayers:
                 address(layer.post_norm), *of[6:9], ACTIVATIONS.index(activation), *of[9:13],
                 address(layer.mlp_out_norm),
                 NO_WINDOW if layer.sliding_window is None else layer.sliding_window, address(layer.sinks),
+                *of[13:],
             )  # fmt: skip
             table.append(row)
         self._table = np.array(table, np.int64)  # a LayerWeights each
@@ -53,10 +60,12 @@ class NativeLayers:
         pool: Tensor,
         rope: RopeInputs,
         attention: AttentionInputs,
+        adapters: Tensor | None = None,
     ) -> None:
         assert hidden.is_contiguous()
         assert residual.is_contiguous()
         assert residual.dtype == hidden.dtype
+        assert adapters is None or (adapters.dtype, adapters.is_contiguous()) == (torch.int32, True)
         assert pool.is_contiguous()  # not some heads of a wider one
         code, cache = cache_codes(hidden.dtype, pool)
         num_tokens, hidden_size = residual.shape
@@ -67,6 +76,7 @@ class NativeLayers:
             attention.block_tables.data_ptr(), attention.seq_lens.shape[0], attention.block_tables.shape[1],
             pool.shape[1], pool.shape[4], rope.num_heads, rope.num_kv_heads, rope.head_dim, attention.scale,
             attention.softcap, self._eps, rope.norm_eps, code, cache, address(rope.kv_scales),
+            address(adapters), self._num_slots,
         )  # fmt: skip
 
 

@@ -14,20 +14,16 @@ from .native_linear import check_rows
 
 
 class NativeLowRank:
-    """See ``interface.LowRank``."""
+    """See ``interface.LowRank``. ``address``: of the table of slots."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_slots: int,
-        dtype: torch.dtype,
-        panel: int,
+        self, in_features: int, out_features: int, num_slots: int, dtype: torch.dtype, panel: int,
         arena: HugePageArena,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._n, self._k, self._dtype, self._panel = out_features, in_features, dtype, panel
         self._depth = 2 if dtype == torch.bfloat16 else 1  # numbers that lie interleaved
         self._table = np.zeros((num_slots, 5), np.int64)  # a LowRankSlot each
+        self.address, self.num_slots = self._table.ctypes.data, num_slots
         self._arena, self._memory = arena, dict[int, Tensor]()
 
     def put(self, slot: int, a: Tensor, b: Tensor) -> None:
@@ -56,7 +52,7 @@ class NativeLowRank:
         assert (slots.dtype, slots.shape, slots.is_contiguous()) == (torch.int32, x.shape[:1], True)
         assert len(out) == len(x)
         _cpu.low_rank(
-            self._table.ctypes.data, len(self._table), slots.data_ptr(), x.data_ptr(), out.data_ptr(),
+            self.address, self.num_slots, slots.data_ptr(), x.data_ptr(), out.data_ptr(),
             len(x), self._n, self._k, DTYPE_CODES[self._dtype],
         )  # fmt: skip
 

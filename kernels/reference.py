@@ -135,14 +135,9 @@ class TorchKernels:
         return self.linear(weight, None)
 
     def low_rank(
-        self,
-        in_features: int,
-        out_features: int,
-        max_rank: int,
-        num_slots: int,
-        dtype: torch.dtype,
+        self, in_features: int, out_features: int, max_rank: int, num_slots: int, dtype: torch.dtype,
         device: torch.device,
-    ) -> TorchLowRank:
+    ) -> TorchLowRank:  # fmt: skip
         return TorchLowRank()
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ struct LayerWeights {  // 8-byte fields, as the caller's table has them; a bias 
   const void* mlp_out_norm;
   int64_t window;
   const float* sinks;
+  const LowRankSlot *qkv_updates, *o_updates, *gate_up_updates, *down_updates;  // or null
 };
 
 struct DecoderArgs {
@@ -33,6 +34,8 @@ struct DecoderArgs {
   AttentionArgs attention;
   float eps;
   Dtype dtype;
+  const int32_t* adapters;  // [num_tokens]: the slot of each, or negative; null: none has one
+  int64_t num_slots;
 };
 
 void run_layers(DecoderArgs& g) {
@@ -47,8 +50,9 @@ void run_layers(DecoderArgs& g) {
   g.attention.q = qkv;
   g.attention.q_stride = qkv_size;
   g.attention.out = attended;
-  const auto multiply = [&](const void* x, const Matrix& w, void* y, int64_t n, int64_t k) {
+  const auto multiply = [&](const void* x, const Matrix& w, const LowRankSlot* updates, void* y, int64_t n, int64_t k) {
     call(LinearArgs{x, w.packed, w.bias, y, m, n, k, g.dtype, w.num_parts});
+    if (g.adapters && updates) call(LowRankArgs{updates, x, y, nullptr, nullptr, 0, n, k, g.dtype}, g.adapters, g.num_slots, m);
   };
   for (int64_t i = g.first; i < g.last; ++i) {
     const LayerWeights& w = g.layers[i];
@@ -60,18 +64,18 @@ void run_layers(DecoderArgs& g) {
     g.attention.window = w.window;
     g.attention.sinks = w.sinks;
     call(NormArgs{i ? g.hidden : nullptr, g.residual, w.input_norm, normed, e, g.eps, g.dtype}, m);
-    multiply(normed, w.qkv, qkv, qkv_size, e);
+    multiply(normed, w.qkv, w.qkv_updates, qkv, qkv_size, e);
     call(g.rope, m);
     call(g.attention, items);
-    multiply(attended, w.o, g.hidden, e, q_size);
+    multiply(attended, w.o, w.o_updates, g.hidden, e, q_size);
     if (w.attention_out_norm) call(NormArgs{nullptr, g.hidden, w.attention_out_norm, g.hidden, e, g.eps, g.dtype}, m);
     call(NormArgs{g.hidden, g.residual, w.post_norm, normed, e, g.eps, g.dtype}, m);
     if (w.mixture) {
       run_mixture(*w.mixture, normed, g.hidden, m, g.dtype);
     } else {
-      multiply(normed, w.gate_up, gate_up, 2 * f, e);
+      multiply(normed, w.gate_up, w.gate_up_updates, gate_up, 2 * f, e);
       call_gate_mul(active->gate_mul[w.activation], gate_up, activated, m, f, g.dtype);
-      multiply(activated, w.down, g.hidden, e, f);
+      multiply(activated, w.down, w.down_updates, g.hidden, e, f);
     }
     if (w.mlp_out_norm) call(NormArgs{nullptr, g.hidden, w.mlp_out_norm, g.hidden, e, g.eps, g.dtype}, m);
   }

@@ -219,6 +219,7 @@ PyObject* decoder_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   r.num_heads = t.num_heads = a.integer(); r.num_kv_heads = t.num_kv_heads = r.plane_heads = t.plane_heads = a.integer(); r.head_dim = t.head_dim = a.integer();
   t.scale = float(a.real()); t.softcap = float(a.real()); g.eps = float(a.real()); r.eps = float(a.real());
   g.dtype = r.dtype = t.dtype = a.dtype(); r.cache = t.cache = Cache(a.integer()); r.kv_scales = t.kv_scales = a.address<const float>();
+  g.adapters = a.address<const int32_t>(); g.num_slots = a.integer();
   if (!a.complete()) return nullptr;
   t.pool = r.pool;
   run(2 * kShortCall, [&] { run_layers(g); });
@@ -289,7 +290,7 @@ PyMethodDef methods[] = {
     FAST(mixture, "weights, x, y, rows, dtype"),
     FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, positions, slots, "
                          "query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, block_size, num_heads, num_kv_heads, "
-                         "head_dim, scale, softcap, eps, qk_eps, dtype, cache, kv_scales or 0"),
+                         "head_dim, scale, softcap, eps, qk_eps, dtype, cache, kv_scales or 0, slots of tokens or 0, number of slots"),
     FAST(gumbel_argmax, "logits, keys, chosen, rows, vocab_size"),
 #undef FAST
     {"set_num_threads", set_num_threads, METH_O, "threads that share one call of the calling thread"},

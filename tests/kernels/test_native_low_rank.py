@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.native_kernels import DTYPES, assert_close, randn, several
 from torch import Tensor
 
+from splitserve.kernels.interface import AttentionInputs, DenseMlp, LayerParts, RopeInputs
 from splitserve.kernels.low_rank import TorchLowRank
 
 native_cpu = pytest.importorskip(
@@ -109,3 +110,46 @@ def test_a_slot_that_is_cleared_adds_nothing_and_takes_another_rank(
         found, expected = (added(each, out, x, slots) for each in (updates, again))
         assert torch.equal(found[slots == 0], expected[slots == 0])
         assert torch.equal(found[slots == 1], before[slots == 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_in_one_call_add_the_same_updates(
+    native: native_cpu.NativeCpuKernels, dtype: torch.dtype
+) -> None:
+    m, heads, size, mlp_size, eps = 9, 2, 64, 96, 1e-5
+    sizes = [(3 * heads * 64, size), (size, heads * 64), (2 * mlp_size, size), (size, mlp_size)]
+    linears = [native.linear(randn(*shape, dtype=dtype, seed=i) / 8, None) for i, shape in enumerate(sizes)]
+    updates = [
+        filled(native.low_rank(k, n, 64, 3, dtype, CPU), (16, 48, 8), k, n, torch.float32) for n, k in sizes
+    ]
+    norm, angles = torch.ones(size, dtype=dtype), randn(m, 64, dtype=torch.float32, seed=5)
+    mlp = DenseMlp(linears[2], "silu", linears[3], mlp_size)
+    parts = (norm, linears[0], None, None, False, angles, linears[1], None, norm, mlp, None, None)
+    layers = native.fuse_layers([LayerParts(*parts, updates=updates), LayerParts(*parts)], eps)
+    positions = torch.arange(m, dtype=torch.int32)
+    rope = RopeInputs(positions, positions.long(), angles, heads, heads, 64)
+    ints = [torch.tensor(values, dtype=torch.int32) for values in ([0, m], [m], [[0]])]
+    attention = AttentionInputs(*ints, 0.125)
+    slots = torch.tensor([0, -1, 2, 1, 1, 0, -1, 3, 2], dtype=torch.int32)
+    x = randn(m, size, dtype=dtype, seed=8)
+
+    def one_by_one(slots: Tensor | None) -> list[Tensor]:
+        def product(i: int, x: Tensor) -> Tensor:
+            out = linears[i](x)
+            if slots is not None:
+                updates[i].add(out, x, slots)
+            return out
+
+        residual, pool = x.clone(), torch.zeros(1, 1, 2, heads, 16, 64, dtype=dtype)
+        q = native.rope_and_store(product(0, native.rms_norm(residual, norm, eps)), pool, 0, rope)
+        attended = native.paged_attention(q, pool, 0, attention)
+        normed = native.add_rms_norm(product(1, attended), residual, norm, eps)
+        return [product(3, native.gate_mul(product(2, normed), "silu")), residual, pool[:, 0]]
+
+    for adapters in (slots, None):
+        hidden, residual = torch.zeros_like(x), x.clone()
+        pool = torch.zeros(1, 2, 2, heads, 16, 64, dtype=dtype)
+        layers(0, 1, hidden, residual, pool, rope, attention, adapters)
+        for found, expected in zip((hidden, residual, pool[:, 0]), one_by_one(adapters), strict=True):
+            assert torch.equal(found, expected)
+    assert not torch.equal(one_by_one(slots)[0], one_by_one(None)[0])
