@@ -33,12 +33,12 @@ class StepSlots:
 
 class AdaptedLinear:
     def __init__(self, base: Linear, updates: LowRank, slots: StepSlots) -> None:
-        self.base, self._updates, self._slots = base, updates, slots
+        self.base, self.updates, self._slots = base, updates, slots
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.base(x)
         if self._slots.now is not None:
-            self._updates.add(out, x, self._slots.now)
+            self.updates.add(out, x, self._slots.now)
         return out
 
 

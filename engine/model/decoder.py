@@ -133,9 +133,8 @@ class DecoderModel:
         For other rows the last layer computes keys and values only: that saves 1 / num_layers of a prefill.
         """
         residual = self.embed(token_ids)
-        fused = self._fused if rows is None and metadata.adapters is None else None
-        if fused is not None and len(token_ids) < fused.rows:
-            return self._forward_fused(fused, residual, metadata, pool, on_layer)
+        if rows is None and self._fused is not None and len(token_ids) < self._fused.rows:
+            return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
         if on_layer is not None:
             on_layer(0)
         inputs, last = self.inputs(metadata), len(self._layers) - 1
@@ -227,13 +226,13 @@ class DecoderModel:
         pool: Tensor,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        rope, attention, *_ = self.inputs(metadata)
+        rope, attention, adapters, _ = self.inputs(metadata)
         hidden = torch.empty_like(residual)
         last = len(self._layers) - 1
         report = on_layer or (lambda _: None)
         for first, end in [(0, last), (last, last + 1)] if on_layer is not None and last else [(0, last + 1)]:
             report(first)
-            fused(first, end, hidden, residual, pool, rope, attention)
+            fused(first, end, hidden, residual, pool, rope, attention, adapters)
         report(last + 1)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 

@@ -15,7 +15,7 @@ from ...kernels.interface import (
     RopeInputs,
     RoundingLinear,
 )
-from .adapters import base_of
+from .adapters import AdaptedLinear, base_of
 from .config import ModelConfig
 from .experts import load_mixture
 from .latent_attention import LatentAttention
@@ -72,14 +72,16 @@ class DecoderLayer:
 
     @property
     def parts(self) -> LayerParts:
-        """Its weights, for kernels that run several layers in one call: without adapters."""
-        mlp = self._mlp
+        """Its weights, for kernels that run several layers in one call."""
+        mlp, linears = self._mlp, [self._qkv, self._o]
         if isinstance(mlp, DenseMlp):
+            linears += [mlp.gate_up, mlp.down]
             mlp = replace(mlp, gate_up=base_of(mlp.gate_up), down=base_of(mlp.down))
         return LayerParts(
             self._input_norm, base_of(self._qkv), self._q_norm, self._k_norm, self._qk_norm == "all",
             self._cos_sin, base_of(self._o), self._attention_out_norm, self._post_norm, mlp,
             self._mlp_out_norm, self._sliding_window, self._sinks,
+            [linear.updates for linear in linears if isinstance(linear, AdaptedLinear)],
         )  # fmt: skip
 
     def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
