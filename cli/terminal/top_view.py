@@ -119,14 +119,14 @@ def _workers(workers: Sequence[dict[str, Any]], width: int) -> RenderableType:
             f"{cached / max(1, total):.0%}",
             f"{worker['running']:,}",
             f"{worker['waiting']:,}",
-            "[yellow]draining[/]" if worker["draining"] else _more(worker),
+            "[yellow]draining[/]" if worker["draining"] else _more(worker, width),
         )
     return Group(table, Text())
 
 
-def _more(worker: Mapping[str, Any]) -> str:
-    """Return the GPU's readings and the number of adapters; empty without either."""
-    gauges, num = worker["gauges"], worker.get("num_adapters", 0)
+def _more(worker: Mapping[str, Any], width: int) -> str:
+    """Return the GPU's readings and, where there is room, the number of adapters."""
+    gauges, num = worker["gauges"], worker.get("num_adapters", 0) if width >= 100 else 0
     units = {
         "gpu_utilization_ratio": "{:.0%}",
         "gpu_power_watts": "{:.0f} W",

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from msgspec.structs import replace
+from support.adapted_bench import Adapted
 
 from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
@@ -150,3 +151,27 @@ async def _until(core: Lifecycle, num_workers: int) -> None:
     while len(core.pools.workers) != num_workers:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+async def test_adapters_are_logged_as_they_come_and_go_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Adapted()
+    bench.core.pools.adapters.taken = frozenset({"base"})
+    dispatcher = SocketDispatcher(bench.core, "tcp://127.0.0.1:*", None)
+    with caplog.at_level("INFO"):
+        for adapters in (["sql:A", "base:B"], ["sql:A", "base:B", "poet:C"], [":A", "poet:C"]):
+            for name in ("p", "d"):
+                bench.report(name, *adapters)
+            dispatcher._note_changes()
+    assert [line for line in caplog.messages if "adapter" in line or "base" in line] == [
+        "adapters that requests may name: sql",
+        "not served, for the model itself has the name: base",
+        "adapters that requests may name: poet",
+        "adapters that no pair of workers has any more: sql",
+    ]
+    system, state = dispatcher.system(), dispatcher.snapshot()
+    dispatcher.stop()
+    assert (system.num_adapters, [list(worker.adapters) for worker in system.workers]) == (
+        1,
+        [["poet"], ["poet"], [], []],
+    )
+    assert state["adapters"] == {"poet": "C"}

@@ -32,7 +32,9 @@ from splitserve.transport.process.private_files import private, write_private
 GAUGES = {"gpu_utilization_ratio": 0.83, "gpu_power_watts": 512.4}
 WORKERS = [
     WorkerSnapshot("prefill-0", "prefill", 100, 90, 10, 0, 0, 0, 0, 0, 5),
-    WorkerSnapshot("decode-[b]0", "decode", 100, 50, 20, 30, 0, 2, 0, 0, 5, gauges=GAUGES),
+    WorkerSnapshot(
+        "decode-[b]0", "decode", 100, 50, 20, 30, 0, 2, 0, 0, 5, gauges=GAUGES, adapters=["sql", "[b]"]
+    ),
 ]
 STEERING = {
     "mode": "advise",
@@ -119,7 +121,7 @@ def test_the_picture(width: int) -> None:
     assert "splitserve tiny  ready  up 0 min 8 s" in text
     assert "Too few requests to tell: 1 answered in the last minute, 20 are needed." in text
     assert re.search(r"decode-\[b\]0 +decode +█+▓*▒+─+ +30% +20% +2 +0", text)
-    assert width < 100 or "GPU 83% 512 W" in text
+    assert width < 100 or "GPU 83% 512 W  2 adapters" in text
     assert "pool controller (advise)  load 125% prefill, 50% decode  7P:1D is" in text
     assert "1 min 4 s ago: worker-3 to prefill: prompts wait" in text
     assert re.search(r"time to first token +3.00 s", text)

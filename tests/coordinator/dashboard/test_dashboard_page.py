@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-
 
 
 def system() -> SystemSnapshot:
-    prefill = WorkerSnapshot("prefill-0", "prefill", 100, 90, 10, 0, 0, 0, 0, 0, 5)
+    prefill = WorkerSnapshot("prefill-0", "prefill", 100, 90, 10, 0, 0, 0, 0, 0, 5, adapters=["sql", HOSTILE])
     return SystemSnapshot(
         ready=True,
         steering=STEERING,
@@ -53,6 +53,8 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         assert await page.text("#model") == "tiny"
         assert "curl" in await page.text("#gantt")  # an empty list shows the next step
         assert HOSTILE in await page.text("#flow")  # a worker's name is text
+        assert "2 adapters" in await page.text("#flow")
+        assert await page.value("document.querySelector('#flow [title^=sql]').title") == f"sql, {HOSTILE}"
         reported = await page.text("#steering")
         assert all(
             words in reported for words in ("advise", "125%", "7P:1D is the best ratio", "worker-3", HOSTILE)

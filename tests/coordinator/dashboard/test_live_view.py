@@ -47,6 +47,12 @@ def worker(role: str, used: int, **counters: float) -> WorkerSnapshot:
     return WorkerSnapshot(f"{role}-0", role, 100, 100 - used, 0, used, 0, 1, 0, 0, 7, counters)
 
 
+def test_of_many_adapters_of_a_worker_some_are_named() -> None:
+    many = worker("decode", 30)._replace(adapters=[f"a{n}" for n in range(40)])
+    (shown,) = LiveView(0.0, 0.0).state(1.0, SystemSnapshot(workers=[many]))["workers"]
+    assert (shown["num_adapters"], shown["adapters"]) == (40, [f"a{n}" for n in range(16)])
+
+
 def test_each_point_says_what_happened_since_the_one_before() -> None:
     answered = {("/v1/completions", "429", ""): 2}
     view = LiveView(100.0, wall=5000.0, answered=answered)

@@ -128,3 +128,21 @@ def test_a_worker_with_the_adapter_serves_it_though_only_others_hold_sequences_a
         bench.report(name, "a:A")
     sampling = SamplingParams(max_tokens=100)
     assert routes(bench.ask("r", "A", sampling=sampling)) == [("r", "p", "short")]
+
+
+def test_a_long_prompt_for_an_adapter_does_not_starve_behind_others() -> None:
+    """It needs the room of two others on p. As one of these is computed, the next one waits already."""
+    bench = Adapted(max_num_seqs=64, starving_s=2.0)
+    for name in ("p", "d"):
+        bench.report(name, "a:A")
+    for n in range(10):
+        bench.ask(f"s{n}", prompt_token_ids=[1] * 3)
+    assert not routes(bench.ask("r", "A", prompt_token_ids=[1] * 23))
+    for n in range(9):
+        bench.now += 1.0
+        dispatch = min(bench.core.pools.workers["p", 1].pending)
+        first = FirstToken(coordinator=7, dispatch=dispatch, index=0, token=5)
+        placed = routes(bench.send("p", first)) + routes(bench.ask(f"t{n}", prompt_token_ids=[1] * 3))
+        if "r" in [request for request, *_ in placed]:
+            break
+    assert 2 <= n < 8
