@@ -31,7 +31,7 @@ def watch_borrowing(coordinator: CoordinatorProcess) -> None:
             wrong.append(f"by two processes: {prefill.hello.worker_id} and {decode.hello.worker_id}")
         if prefill.draining or decode.draining:
             wrong.append("by a process that drains")
-        kept_free = any(core._placement._kept_free.values())  # for requests with an adapter
+        kept_free = any(core._placement._overtaking._kept_free.values())  # for requests with an adapter
         if not (request.num_attempts or machine.suspicion.suspects or pools.has_mixed or kept_free):
             open_ones = [pools.open_of_role(role) for role in ("prefill", "decode")]
             free = [any(w.room >= num_tokens and w.has(request.adapter) for w in role) for role in open_ones]
