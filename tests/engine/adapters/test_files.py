@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from support.adapters import save_adapter
 from support.models import make_checkpoint
 
+from splitserve.engine.adapters import files
 from splitserve.engine.adapters.files import CONFIG, WEIGHTS, read_adapter
 from splitserve.engine.errors import AdapterError
+from splitserve.engine.model import weight_headers
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -176,6 +178,20 @@ def test_half_a_folder_is_refused_until_it_is_whole(folder: Path) -> None:
         read_adapter(folder)
     (folder / CONFIG).write_bytes(config)
     assert read_adapter(folder).content == content
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_what_changes_while_it_is_read_is_refused(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def header_of(path: Path) -> Any:
+        (folder / name).write_bytes((folder / name).read_bytes())
+        return weight_headers.header_of(path)
+
+    os.utime(folder / name, (1, 1))
+    monkeypatch.setattr(files, "header_of", header_of)
+    with pytest.raises(AdapterError, match="its files are being written"):
+        read_adapter(folder)
 
 
 def test_nothing_hangs_grows_or_is_unpickled(folder: Path) -> None:

@@ -126,5 +126,19 @@ def test_a_content_that_is_named_again_does_not_leave() -> None:
     assert worker.slots.reported == ()
     assert worker.slots.has("A"), "a request may be under way"
     worker.step("rename", {"a": "A"})
-    worker.settle()
     assert [(one.name, one.content) for one in worker.slots.reported] == [("a", "A")]
+
+
+def test_one_that_is_used_again_while_it_leaves_stays_until_then() -> None:
+    worker = Worker(1)
+    worker.step("rename", {"a": "A"})
+    worker.settle()
+    worker.step("rename", {"b": "B"})
+    worker.step("turn", None)
+    worker.step("begin", "A")  # it was on its way
+    worker.step("report", None)
+    worker.step("turn", None)
+    assert worker.slots.has("A")
+    worker.step("end", "A")
+    worker.step("turn", None)
+    assert worker.slots.wanted() == ["B"]
