@@ -80,17 +80,21 @@ class AdapterFolder:
         present = [name for name in found if name not in wrong][:MAX_NAMES]
         self._warn("", f"no adapter can have the name {wrong[0]!a:.300}; rename its folder" if wrong else "")
         for known in (self._names, self._seen, self._read, self._logged):
-            for name in known.keys() - {*present, "", "left out"}:
+            for name in known.keys() - {*present, "", "/"}:
                 del known[name]
         self.slots.rename(self._names)
+        unread = []  # each would take its time, and memory meanwhile
         for name in present:
-            self._look_at(name)
+            if name not in self._names and len({*self._names.values()}) >= self._resident.num_slots:
+                unread.append(name)
+            else:
+                self._look_at(name)
         for name, content in list(self._names.items()):
             if content in self.slots.wanted():
                 self._take_in(name)
-        names = self.slots.left_out()
-        left_out = f"{len(names)} adapters are not served ({', '.join(names):.300}); raise --max-loras"
-        self._warn("left out", left_out if names else "")
+        names = sorted([*self.slots.left_out(), *unread])
+        left_out = f"--max-loras leaves {len(names)} adapters out: {', '.join(names):.300}; raise it"
+        self._warn("/", left_out if names else "")
 
     def _look_at(self, name: str) -> None:
         try:

@@ -34,8 +34,10 @@ class Resident:
     def __init__(self) -> None:
         self.slots: dict[int, str] = {}
         self.fails: Exception | None = None
+        self.num_checked = 0
 
     def check(self, file: AdapterFile) -> None:
+        self.num_checked += 1
         if file.rank > 4:
             raise AdapterError(f"rank {file.rank}; raise --max-lora-rank")
 
@@ -169,7 +171,16 @@ def test_too_many_are_named(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
         rig.add(name, seed)
     rig.start()
     assert sorted(rig.served) == ["a", "b"]
-    assert caplog.messages[-1] == "2 adapters are not served (c, d); raise --max-loras"
+    assert caplog.messages[-1] == "--max-loras leaves 2 adapters out: c, d; raise it"
+    assert rig.resident.num_checked == 2, "the others need not be read"
+    shutil.rmtree(rig.folder / "a")
+    rig.look(3)
+    assert caplog.messages[-1] == "--max-loras leaves 1 adapters out: d; raise it"
+    assert rig.watched is not None
+    rig.watched.slots.give_up(set(), set())
+    rig.watched.slots.give_up(set(), set())
+    rig.look(1)
+    assert sorted(rig.served) == ["b", "c"]
 
 
 def test_a_slot_is_given_up_when_nothing_uses_or_reports_its_adapter(rig: Rig) -> None:
