@@ -45,12 +45,12 @@ class Evacuation:
         elsewhere."""
         actions: list[Action] = []
         for worker in self._pools.of_role("decode"):
-            is_left = worker.draining or (worker.is_reserve and worker.dispatches)
-            others = [w for w in self._pools.open_of_role("decode") if is_left and w.kind == worker.kind]
-            if others:
+            if not (worker.draining or (worker.is_reserve and worker.dispatches)):
+                continue
+            if others := [w for w in self._pools.open_of_role("decode") if w.kind == worker.kind]:
                 for request in self._machine.assignments.of(worker):
-                    can_leave = any(w.has(request.adapter) for w in others)
-                    if worker.draining and request.state == "prefill" and can_leave:
+                    may_leave = worker.draining and request.state == "prefill"
+                    if may_leave and any(w.has(request.adapter) for w in others):
                         actions += self._machine.retry(request, "its decode worker leaves", now, counts=False)
                 actions += self._move_sequences(worker, now)
         return actions

@@ -13,10 +13,12 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from support.adapted_bench import Adapted
 from support.batch_server import serving
 from support.http_fakes import ADMIN_KEY, FakeDispatcher
 from websockets.asyncio.client import connect
 
+from splitserve.coordinator import main
 from splitserve.coordinator.dialects.responses_store import SqliteResponses
 from splitserve.coordinator.errors import NotFound
 from splitserve.coordinator.http.access.operators import Operators
@@ -24,6 +26,7 @@ from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
 from splitserve.coordinator.lifecycle.adapters import AdapterNames
 from splitserve.coordinator.lifecycle.request import Ended
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
+from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.tenants.usage_record import UsageRecord
 from splitserve.coordinator.text.served_model import ServedModel
@@ -262,6 +265,16 @@ async def test_an_answer_with_a_key_is_resumed_only_from_the_same_content(
     ids.append(await answer_id("sql"))
     assert ids[1] == ids[2]
     assert len(set(ids)) == 3
+
+
+def test_a_coordinator_learns_adapters_from_its_workers_alone(model_folder: Path) -> None:
+    bench = Adapted()
+    settings = CoordinatorSettings(model=model_folder, served_model_name="first,second", insecure=True)
+    model = main._model_of(settings, bench.core)
+    for name in ("p", "d"):
+        bench.report(name, "sql:A", "first:B", "second:C")
+    assert model.listed() == ["first", "second", "sql"]
+    assert (model.adapter("sql"), model.adapter(model.shown_name("second"))) == ("A", "")
 
 
 async def test_a_name_that_is_gone_between_reading_and_opening_is_unknown(
