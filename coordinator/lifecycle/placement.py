@@ -121,7 +121,7 @@ class Placement:
         def place(request: Request) -> Tried:
             begun = self._dispatch(request, now)
             actions.extend(begun)
-            return "placed" if begun else self._aside(request, now)
+            return "placed" if begun else self._aside(request, now) if request.adapter else "waits"
 
         self._begin_pass()
         version = queue.version

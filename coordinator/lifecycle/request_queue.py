@@ -208,17 +208,17 @@ class RequestQueue:
                 return True
             request, num_tokens = entry[3:]
             tried = place(request) if num_tokens < too_long or request.adapter else "waits"
-            if tried == "placed":
+            if tried == "waits":
+                if now - request.arrival > self._starving_s:
+                    return turns.in_fixed_order
+                too_long = min(too_long, inf if request.answer_id else num_tokens)  # inf: not for room
+                turns.pass_over()
+            elif tried == "aside":
+                turns.step_aside()
+            else:
                 self.charge(request)
                 self.remove(request)
                 turns.served()
-            elif tried == "aside":
-                turns.step_aside()
-            elif now - request.arrival > self._starving_s:
-                return turns.in_fixed_order
-            else:
-                too_long = min(too_long, inf if request.answer_id else num_tokens)  # inf: not for room
-                turns.pass_over()
         return False
 
 
