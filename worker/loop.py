@@ -179,7 +179,6 @@ class Worker:
             self._leaving = True
             for role in roles:
                 role.departure.begin(now)
-                role.carry_out(now)  # leases that ended: their blocks are free, and must not be written
 
     def _save_blocks(self) -> None:
         """Write some cached blocks to the KV store, before they are evicted."""

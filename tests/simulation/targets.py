@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,7 @@ class BookTarget:
     def __init__(self, process: WorkerRole) -> None:
         self._process, self._memory = process, process.memory
         self.book = LeaseBook(NUM_LAYERS, process.memory.block_size)
+        process.blocks.targets.append(self)
         self.fd = process.world.next_number()
         self._arrivals: list[Arrival] = []
 
@@ -81,7 +82,15 @@ class BookTarget:
         return arrivals
 
     def close_all(self) -> None:
-        """The end of this role."""
+        self._process.blocks.targets.remove(self)
+
+    def expected_blocks(self) -> Iterator[int]:
+        """Yield the blocks that parcels may be put into: not of leases that have joined, also by another
+        mover."""
+        joined = self._process.played.core.receiver.leases.joined.values()
+        for lease, entry in self.book._entries.items():
+            if lease not in joined:
+                yield from (entry.targets[at] for at, layers in entry.awaited.items() if layers)
 
     def _have_arrived(self, arrivals: list[Arrival]) -> None:
         self._arrivals += arrivals

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from splitserve.engine.cache.block_manager import BlockManager
 
 if TYPE_CHECKING:
+    from simulation.targets import BookTarget
     from simulation.worker_process import WorkerProcess
 
 
@@ -18,6 +19,7 @@ class WatchedBlocks(BlockManager):
         super().__init__(num_blocks)
         self._process = process
         self.times_given = [0] * num_blocks
+        self.targets: list[BookTarget] = []
         self._in_flight: dict[int, set[int]] = {}  # by step, the blocks that it reads or writes
 
     def allocate(self, count: int) -> list[int] | None:
@@ -62,7 +64,10 @@ class WatchedBlocks(BlockManager):
         self._in_flight[id(step)] = blocks
         if self.num_blocks - self._references.count(0) != self.num_used:
             self._violated("blocks are not conserved")
+        expected = {block for target in self.targets for block in target.expected_blocks()}
         for block in written:
+            if block in expected:
+                self._violated(f"block {block} is written by a step while a parcel may be put into it")
             if self._references[block] != 1:
                 self._violated(f"block {block} is written with {self._references[block]} references")
             if self._hash[block] is not None:

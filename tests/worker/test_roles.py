@@ -153,14 +153,3 @@ def test_the_first_role_of_a_drained_mixed_worker_ends_as_its_process_will(flexi
     assert len(flexible.roles) < 2
     assert not flexible._retiring
     assert not flexible.begin("prefill")
-
-
-@pytest.mark.parametrize("flexible", ["mixed"], indirect=True)
-def test_a_mixed_worker_that_leaves_ends_its_leases_in_the_same_turn(flexible: Worker) -> None:
-    """A block of a lease that had ended was free, and a parcel could still be written into it until the next
-    turn."""
-    decode = flexible.roles["decode"].core
-    flexible.roles["prefill"].core.drain(0.0)
-    flexible.turn(set(), 0.0)
-    assert decode.drains
-    assert not decode.has_actions

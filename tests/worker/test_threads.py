@@ -25,6 +25,7 @@ MISTAKEN = {
     "step": ("engine.step.step_thread", "StepThread._run"),
     "probes": ("worker.health", "_Server.serve_forever"),
     "kv-store": ("worker.kv_store", "Threads._run"),
+    "adapters": ("worker.adapters", "AdapterFolder._follow"),
     "rank": ("engine.ranks.threads", "AllRanks._run"),
 }
 """By the thread's name: where its work begins."""
@@ -53,6 +54,7 @@ def test_a_thread_that_fails_ends_the_worker(name: str, tmp_path: Path) -> None:
         "--kv-cache-gib": 0.01,
         "--tensor-parallel-size": 2,
         "--kv-store": tmp_path / "kv",
+        "--lora-folder": tmp_path,
         "--health-port": free_port(),
         "--coordinator": f"tcp://127.0.0.1:{free_port()},dns://localhost:{free_port()}",
     }

@@ -2,9 +2,10 @@
 
 granted -- join -------------------> joined       the blocks are the sequence's
 granted -- keep -------------------> cached       a prefix, for prompts that begin with it
-granted -- release ----------------> free         the writer has stopped
-granted -- end, two-sided mover ---> free         expired, cancelled, or corrupt twice
+granted -- release ----------------> closing      the writer has stopped
+granted -- end, two-sided mover ---> closing      expired, cancelled, or corrupt twice
 granted -- end, one-sided mover ---> quarantine   its writer may still write
+closing -- free_closed ------------> free         CloseLease is carried out: no parcel on its way is put there
 quarantine -- free ----------------> free         the writer has stopped, is dead, or is shut out
 """
 
@@ -67,17 +68,19 @@ class LeaseTable:
         self.by_lease: dict[int, Incoming] = {}
         self.joined: OrderedDict[Key, int] = OrderedDict()  # the lease of each, for late echoes
         self.quarantine = Quarantine()
+        self._closing: list[list[int]] = []  # the blocks of each
         self.num_prefix_blocks = 0  # that have come
 
     @property
     def num_blocks(self) -> int:
         """Blocks under a lease or in quarantine (they count as used in the pool)."""
-        return sum(len(i.held) for i in self.granted.values()) + self.quarantine.num_blocks
+        return sum(map(len, self.block_tables()))
 
     def block_tables(self) -> Iterator[list[int]]:
         """Yield the blocks that are referenced here, lease by lease."""
         yield from (incoming.held for incoming in self.granted.values())
         yield from (ended.blocks for ended in self.quarantine.leases.values())
+        yield from self._closing
 
     def of(self, lease: int, peer: PeerId) -> Incoming | None:
         """Return the lease, if it is this writer's."""
@@ -130,16 +133,22 @@ class LeaseTable:
         if incoming.one_sided:
             self.quarantine.leases[incoming.lease] = EndedLease(incoming.key, incoming.peer, incoming.held)
         else:
-            self._pool.release(incoming.held)
+            self._closing.append(incoming.held)
         self.revoke(incoming.key, incoming.lease, incoming.peer, reason)
 
     def release(self, lease: int, peer: PeerId) -> None:
         """Free the lease's blocks: its writer has stopped."""
         if (incoming := self.of(lease, peer)) is not None:
             self._close(incoming)
-            self._pool.release(incoming.held)
+            self._closing.append(incoming.held)
         elif lease in self.quarantine.of_writer(peer):
             self.free(lease)
+
+    def free_closed(self) -> None:
+        """Free the blocks of leases whose CloseLease is carried out before any step is made."""
+        for blocks in self._closing:
+            self._pool.release(blocks)
+        self._closing.clear()
 
     def free(self, lease: int) -> None:
         """Free the blocks of a lease in quarantine: its writer has stopped."""

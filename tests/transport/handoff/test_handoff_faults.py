@@ -62,6 +62,8 @@ def test_a_silent_writers_blocks_are_quarantined_if_it_writes_by_itself(mover: s
     pair.deliver()
     pair.now = 10.0
     pair.receiver.tick(pair.now)  # the sender is frozen: no renewal, no answer
+    assert pair.pool.num_used == 3, "a parcel may be written into them until CloseLease is carried out"
+    assert act.CloseLease in map(type, pair.receiver.take())
     assert pair.pool.num_used == held
     pair.receiver.writer_gone(PREFILL)
     assert pair.pool.num_used == 0
