@@ -6,7 +6,7 @@ granted -- release ----------------> closing      the writer has stopped
 granted -- end, two-sided mover ---> closing      expired, cancelled, or corrupt twice
 granted -- end, one-sided mover ---> quarantine   its writer may still write
 closing -- free_closed ------------> free         CloseLease is carried out: no parcel on its way is put there
-quarantine -- free ----------------> free         the writer has stopped, is dead, or is shut out
+quarantine -- free ----------------> closing      the writer has stopped, is dead, or is shut out; or free
 """
 
 from __future__ import annotations
@@ -152,7 +152,11 @@ class LeaseTable:
 
     def free(self, lease: int) -> None:
         """Free the blocks of a lease in quarantine: its writer has stopped."""
-        self._pool.release(self.quarantine.leases.pop(lease).blocks)
+        blocks = self.quarantine.leases.pop(lease).blocks
+        if CloseLease(lease) in self._actions:
+            self._closing.append(blocks)
+        else:
+            self._pool.release(blocks)
 
     def free_of_writer(self, peer: PeerId) -> None:
         """Free the blocks in quarantine of a writer that writes no more."""
