@@ -8,6 +8,7 @@ from math import inf
 from typing import Generic, Protocol, TypeVar
 
 from ..transport.handoff.protocol import Key, ToCoordinator
+from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.messages.messages import BlockEvents, FailureKind, Load, Meet, PeerId, RequestFailed
 from ..transport.process.reports import CacheReporter
 from .adapters.slots import RoleAdapters
@@ -106,6 +107,7 @@ class RoleCore(ABC, Generic[Action, Step]):
     """One role's decisions; all times are ``now`` of one monotonic clock, in seconds."""
 
     scheduler: RoleScheduler[Step]
+    receiver: HandoffReceiver
     _heartbeat: RoleHeartbeat
 
     def __init__(self, meet: Meet, drain_timeout_s: float, adapters: RoleAdapters) -> None:
@@ -140,6 +142,7 @@ class RoleCore(ABC, Generic[Action, Step]):
     def take(self, now: float) -> list[Action | ToCoordinator | CompileGrammar]:
         """Return the actions since the last call, in order."""
         self._settle(now)
+        self.receiver.leases.free_closed()
         actions, self._actions = self._actions, []
         return actions
 

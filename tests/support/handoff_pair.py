@@ -113,6 +113,7 @@ class Pair:
                 self.ended.append(action)
         while taken := self.receiver.take():
             self._carry_out(taken)
+        self.receiver.leases.free_closed()
 
     def _carry_out(self, taken: list[act.ReceiverAction]) -> None:
         for received in taken:

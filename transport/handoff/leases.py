@@ -6,7 +6,7 @@ granted -- release ----------------> closing      the writer has stopped
 granted -- end, two-sided mover ---> closing      expired, cancelled, or corrupt twice
 granted -- end, one-sided mover ---> quarantine   its writer may still write
 closing -- free_closed ------------> free         CloseLease is carried out: no parcel on its way is put there
-quarantine -- free ----------------> closing      the writer has stopped, is dead, or is shut out; or free
+quarantine -- free ----------------> closing      the writer has stopped, is dead, or is shut out
 """
 
 from __future__ import annotations
@@ -145,18 +145,15 @@ class LeaseTable:
             self.free(lease)
 
     def free_closed(self) -> None:
-        """Free the blocks of leases whose CloseLease is carried out before any step is made."""
+        """Free the blocks of ended leases. Call it when no step is made before the actions so far, of which
+        some close these leases, are carried out."""
         for blocks in self._closing:
             self._pool.release(blocks)
         self._closing.clear()
 
     def free(self, lease: int) -> None:
         """Free the blocks of a lease in quarantine: its writer has stopped."""
-        blocks = self.quarantine.leases.pop(lease).blocks
-        if CloseLease(lease) in self._actions:
-            self._closing.append(blocks)
-        else:
-            self._pool.release(blocks)
+        self._closing.append(self.quarantine.leases.pop(lease).blocks)
 
     def free_of_writer(self, peer: PeerId) -> None:
         """Free the blocks in quarantine of a writer that writes no more."""

@@ -106,9 +106,7 @@ class HandoffReceiver:
         return bool(self._actions)
 
     def take(self) -> list[ReceiverAction]:
-        """Return the actions since the last call, in order. They must be carried out before a step is made:
-        blocks of leases that they close are free from now on."""
-        self.leases.free_closed()
+        """Return the actions since the last call, in order."""
         actions, self.num_joining = self._actions[:], 0
         self._actions.clear()
         return actions

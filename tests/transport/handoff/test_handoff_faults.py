@@ -63,9 +63,10 @@ def test_a_silent_writers_blocks_are_quarantined_if_it_writes_by_itself(mover: s
     pair.now = 10.0
     pair.receiver.tick(pair.now)  # the sender is frozen: no renewal, no answer
     assert pair.pool.num_used == 3, "a parcel may be written into them until CloseLease is carried out"
-    assert act.CloseLease in map(type, pair.receiver.take())
+    pair.collect()
     assert pair.pool.num_used == held
     pair.receiver.writer_gone(PREFILL)
+    pair.collect()
     assert pair.pool.num_used == 0
 
 
@@ -84,6 +85,7 @@ def test_a_writer_of_another_host_that_stays_silent_is_shut_out_and_its_blocks_a
     assert pair.receiver.silent_writers(pair.now) == {PREFILL}
     assert pair.pool.num_used == held
     pair.receiver.writer_shut_out(PREFILL)
+    pair.collect()
     assert pair.pool.num_used == 0
     assert pair.sender.mover_failed(DECODE, "shut out"), (
         "thawed, it finds out by its next put, and goes on by tcp"
@@ -97,6 +99,7 @@ def test_shutting_a_writer_out_ends_its_running_leases_too() -> None:
     pair.offer(spec())
     pair.deliver()
     pair.receiver.writer_shut_out(PREFILL)
+    pair.collect()
     assert pair.pool.num_used == 0
     pair.deliver()
     assert isinstance(pair.ended[0], act.Undelivered)
@@ -126,6 +129,7 @@ def test_meeting_a_newer_incarnation_of_the_same_process_ends_the_quarantine() -
     )  # another process: proves nothing
     assert pair.pool.num_used == 3
     pair.receiver.receive(("p", 10), replace(meet, incarnation=10), pair.now)
+    pair.collect()
     assert pair.pool.num_used == 0
 
 
