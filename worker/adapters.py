@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from ..engine.adapters.files import CONFIG, AdapterFile, read_adapter, stamp
+from ..engine.adapters.files import CONFIG, NO_MEMORY, AdapterFile, read_adapter, stamp
 from ..engine.adapters.slots import AdapterSlots
 from ..engine.errors import AdapterError, is_out_of_memory
 
@@ -72,7 +72,9 @@ class AdapterFolder:
     def _look(self) -> None:
         try:
             with os.scandir(self._folder) as entries:
-                found = sorted(e.name for e in entries if e.name[0] != "." and e.is_dir())
+                shown = [entry for entry in entries if entry.name[0] != "."]
+            # a link that leads nowhere hides no other entry
+            found = sorted(e.name for e in shown if e.is_dir(follow_symlinks=False) or os.path.isdir(e.path))
         except OSError as error:
             self._warn("", f"--lora-folder {self._folder}: {error.strerror}; its adapters stay as they are")
             return
@@ -115,7 +117,7 @@ class AdapterFolder:
             self._resident.check(file)
         except AdapterError as error:
             self._warn(name, f"the adapter {self._folder / name} is not served: {error}")
-            if isinstance(error.__cause__, OSError | MemoryError):
+            if isinstance(error.__cause__, (OSError, *NO_MEMORY)):
                 self._read.pop(name, None)  # the next time it may go well
                 return
             self._names.pop(name, None)

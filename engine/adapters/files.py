@@ -28,6 +28,7 @@ MAX_RANK = 4096
 MAX_PATTERNS = 4096
 MAX_PATTERN_CHARS = 256
 MAX_NAME_CHARS = 256
+NO_MEMORY = (MemoryError, RuntimeError)  # Python's and torch's
 UNSERVED = {
     "use_dora": "DoRA",
     "fan_in_fan_out": "transposed layers",
@@ -46,7 +47,7 @@ UNSERVED = {
 CHANGES_BASE = re.compile(r"(pissa|corda|olora|loftq|lora_ga)", re.IGNORECASE)
 """Ways to initialise that leave other base weights than the model's."""
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_SLOW = re.compile(r"\)[*+?{]|\\\d|([*+{].*){4}")
+_SLOW = re.compile(r"\)[*+?{]|\\\d|([*+?{(].*){4}", re.DOTALL)
 """Patterns whose matching may take time beyond any measure."""
 
 
@@ -69,7 +70,7 @@ def read_adapter(folder: Path) -> AdapterFile:
         if stamp(folder) != before:
             raise AdapterError("its files are being written")
         layers = {name: _layer(name, pair, weights, config) for name, pair in pairs.items()}
-    except (AdapterError, WeightsError, OSError, MemoryError) as error:
+    except (AdapterError, WeightsError, OSError, *NO_MEMORY) as error:
         reason = getattr(error, "strerror", None) or f"{error}" or "out of memory"
         raise AdapterError(reason) from error
     digest = blake2b(digest_size=16)
@@ -175,8 +176,8 @@ def _json(text: bytes | bytearray) -> dict[str, Any]:
 def _read(file: Path) -> bytearray:
     # a pipe would wait for its writer
     with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:
-        status = os.fstat(handle.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > (most := MAX_BYTES[file.name]):
+        status, most = os.fstat(handle.fileno()), MAX_BYTES[file.name]
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
             raise AdapterError(f"{file.name} is no regular file of up to {most:,} bytes")
         text = bytearray(status.st_size)
         if handle.readinto(text) != len(text):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from splitserve.engine.adapters import files
 from splitserve.engine.adapters.files import CONFIG, WEIGHTS, AdapterFile, read_adapter
 from splitserve.engine.errors import AdapterError
 from splitserve.worker import adapters
@@ -219,6 +220,29 @@ def test_lack_of_memory_ends_no_worker(rig: Rig, caplog: pytest.LogCaptureFixtur
     assert rig.served == {}
     assert "no memory for the adapter a" in caplog.text
     rig.resident.fails = None
+    rig.look()
+    assert rig.served == {"a": content}
+
+
+def test_a_link_to_itself_hides_no_other(rig: Rig) -> None:
+    content = rig.add("a")
+    (rig.folder / "b").symlink_to("b")
+    rig.start()
+    assert rig.served == {"a": content}
+
+
+def test_lack_of_memory_while_one_is_read_ends_no_worker(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = rig.add("a")
+    with monkeypatch.context() as patched:
+
+        def lacks(*_: object) -> None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        patched.setattr(files, "_layer", lacks)
+        rig.start()
+        assert "can't allocate memory" in caplog.text
     rig.look()
     assert rig.served == {"a": content}
 

@@ -122,6 +122,9 @@ def test_its_content_names_it(folder: Path) -> None:
         ({"rank_pattern": {"(a|a)*b": 1}}, "write each layer's name"),
         ({"alpha_pattern": {"a*a*a*a*b": 1}}, "write each layer's name"),
         ({"alpha_pattern": {"a" * 1000: 1}}, "write each layer's name"),
+        ({"alpha_pattern": {"a?" * 30 + "a" * 30: 1}}, "write each layer's name"),
+        ({"alpha_pattern": {"(.|.)" * 40: 1}}, "write each layer's name"),
+        ({"alpha_pattern": {"a*\n?" * 40 + "b": 1}}, "write each layer's name"),
     ],
 )
 def test_a_configuration_that_is_not_served_is_refused(
@@ -196,6 +199,7 @@ def test_what_changes_while_it_is_read_is_refused(
 
 def test_nothing_hangs_grows_or_is_unpickled(folder: Path) -> None:
     weights = folder / WEIGHTS
+    before = weights.read_bytes()
     with weights.open("r+b") as file:
         file.write(struct.pack("<Q", 1 << 62))
     with pytest.raises(AdapterError, match="claims a header of"):
@@ -211,6 +215,13 @@ def test_nothing_hangs_grows_or_is_unpickled(folder: Path) -> None:
     (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(AdapterError, match="safe_serialization=True"):
         read_adapter(folder)
+    weights.write_bytes(before)
+    (folder / CONFIG).unlink()
+    os.mkfifo(folder / CONFIG)
+    with pytest.raises(AdapterError, match="no regular file of up to"):
+        read_adapter(folder)
+    (folder / CONFIG).unlink()
+    (folder / CONFIG).touch()
     os.truncate(folder / CONFIG, 1 << 40)
     weights.write_bytes(b"x")
     with pytest.raises(AdapterError, match="no regular file of up to"):
