@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +66,7 @@ def read_adapter(folder: Path) -> AdapterFile:
     try:
         before = stamp(folder)
         settings = _read(folder / CONFIG)
-        config, pairs = _Config.of(_json(settings)), _pairs(header_of(folder / WEIGHTS))
+        config, pairs = _Config.of(_json(bytes(settings))), _pairs(header_of(folder / WEIGHTS))
         weights = _read(folder / WEIGHTS)
         if stamp(folder) != before:
             raise AdapterError("its files are being written")
@@ -163,7 +164,7 @@ def _first(patterns: list[tuple[re.Pattern[str], Any]], layer: str, default: flo
     return next((value for pattern, value in patterns if pattern.match(layer)), default)
 
 
-def _json(text: bytes | bytearray) -> dict[str, Any]:
+def _json(text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -173,13 +174,13 @@ def _json(text: bytes | bytearray) -> dict[str, Any]:
     return config
 
 
-def _read(file: Path) -> bytearray:
+def _read(file: Path) -> memoryview:
     # a pipe would wait for its writer
     with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:
         status, most = os.fstat(handle.fileno()), MAX_BYTES[file.name]
         if not stat.S_ISREG(status.st_mode) or status.st_size > most:
             raise AdapterError(f"{file.name} is no regular file of up to {most:,} bytes")
-        text = bytearray(status.st_size)
+        text = np.empty(status.st_size, np.uint8).data  # a bytearray is zeroed under the GIL
         if handle.readinto(text) != len(text):
             raise AdapterError(f"{file.name} is being written")
         return text
@@ -210,7 +211,7 @@ def _pairs(tensors: dict[str, StoredTensor]) -> dict[str, dict[str, StoredTensor
 
 
 def _layer(
-    name: str, pair: dict[str, StoredTensor], text: bytearray, config: _Config
+    name: str, pair: dict[str, StoredTensor], text: memoryview, config: _Config
 ) -> tuple[Tensor, Tensor]:
     a, b = _tensor(pair["A"], text), _tensor(pair["B"], text)
     if len(a) != config.rank_of(name):
@@ -221,9 +222,10 @@ def _layer(
     return a, scaled
 
 
-def _tensor(stored: StoredTensor, text: bytearray) -> Tensor:
+def _tensor(stored: StoredTensor, text: memoryview) -> Tensor:
     dtype = FLOATS[stored.dtype]
     if stored.begin % dtype.itemsize:  # no writer that we know leaves one unaligned
-        text, stored = text[stored.begin : stored.end], StoredTensor(stored.dtype, stored.shape, 0, 0)
+        text = memoryview(bytearray(text[stored.begin : stored.end]))
+        stored = StoredTensor(stored.dtype, stored.shape, 0, 0)
     count = math.prod(stored.shape)
     return torch.frombuffer(text, dtype=dtype, count=count, offset=stored.begin).view(stored.shape)

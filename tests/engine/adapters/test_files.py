@@ -164,6 +164,16 @@ def test_tensors_that_are_not_served_are_refused(
         read_adapter(folder)
 
 
+def test_tensors_may_begin_at_any_byte(folder: Path) -> None:
+    layers, text = read_adapter(folder).layers, (folder / WEIGHTS).read_bytes()
+    length = struct.unpack("<Q", text[:8])[0]
+    (folder / WEIGHTS).write_bytes(
+        struct.pack("<Q", length + 1) + text[8 : 8 + length] + b" " + text[8 + length :]
+    )
+    for name, pair in read_adapter(folder).layers.items():
+        assert all(map(torch.equal, pair, layers[name]))
+
+
 def test_half_a_folder_is_refused_until_it_is_whole(folder: Path) -> None:
     """Wherever the copy has been interrupted."""
     weights, config = (folder / WEIGHTS).read_bytes(), (folder / CONFIG).read_bytes()
