@@ -65,6 +65,7 @@ class ModelConfig:
     bos_token_id: int | None
     tensors: TensorNames
     quantisation: Quantisation | None = None  # of the checkpoint's weights
+    side_by_side: bool = False  # see ``rope.rows_side_by_side``
 
     @property
     def max_model_len(self) -> int:
@@ -165,6 +166,7 @@ def parse_config(
     def has(bias: bool | str) -> bool:
         return bool(config.get(bias, False)) if isinstance(bias, str) else bias
 
+    interleaved = bool(config.get("rope_interleave", family.interleaved_rope))
     return ModelConfig(
         architecture=architecture,
         vocab_size=positive_int(config, "vocab_size"),
@@ -191,7 +193,7 @@ def parse_config(
             config,
             head_dim if latent is None else latent.rotated,
             windows,
-            bool(config.get("rope_interleave", family.interleaved_rope)),
+            interleaved,
             family.windows_only_rope,
         ),
         scales=family.scales(config, head_dim),
@@ -202,6 +204,7 @@ def parse_config(
         bos_token_id=config.get("bos_token_id"),
         tensors=family.tensors,
         quantisation=quantisation,
+        side_by_side=interleaved and not family.interleaved_rope,
     )
 
 

@@ -21,7 +21,7 @@ from .experts import load_mixture
 from .latent_attention import LatentAttention
 from .latent_chunks import ExpandedQueries, LatentChunks
 from .layers import LayerLoader
-from .rope import rows_of_qkv
+from .rope import rows_of_qkv, rows_side_by_side
 
 
 class DecoderLayer:
@@ -57,7 +57,9 @@ class DecoderLayer:
             self._latent, self._qkv, self._o = latent, latent.queries_and_key, latent.output
         else:
             own = rows_of_qkv(config.ropes[index], *sizes, rank)
-            self._qkv = load.column([f"{name}.{of}" for of in (t.q, t.k, t.v) if of], config.qkv_bias, own)
+            adapted = rows_side_by_side(*sizes) if config.side_by_side else None
+            names = [f"{name}.{of}" for of in (t.q, t.k, t.v) if of]
+            self._qkv = load.column(names, config.qkv_bias, own, adapted)
             self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
         self._q_norm = norm_of_heads(t.q_norm, rank.part(config.num_heads))
         self._k_norm = norm_of_heads(t.k_norm, rank.kv_heads(config.num_kv_heads))

@@ -79,10 +79,13 @@ class LayerLoader:
         with ThreadPoolExecutor(self.num_threads, "load-weights") as threads:
             return list(threads.map(made, range(count)))
 
-    def column(self, names: Sequence[str], bias: bool, rows: Tensor | None = None) -> Linear:
+    def column(
+        self, names: Sequence[str], bias: bool, rows: Tensor | None = None, adapted: Tensor | None = None
+    ) -> Linear:
         """Several projections of one input as one matrix: q, k, v or gate, up, outputs side by side.
 
         ``rows`` int64 [outputs]: which of the checkpoint's rows is at each place; None: all in order.
+        ``adapted``: which of an adapter's rows is at each place of the checkpoint.
         """
         weight = [self.stored_weight(name) for name in names]
         sizes = {name: _size(part) for name, part in zip(names, weight, strict=True)}
@@ -91,7 +94,12 @@ class LayerLoader:
             weight = selected_rows(weight, rows)
             biases = None if biases is None else biases[rows]
         linear = self._linear([self.placed(part) for part in weight], biases)
-        return self._adapted(linear, sizes, lambda a, b: (a, b if rows is None else b[rows]))
+
+        def part(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            b = b if adapted is None else b[adapted]
+            return a, b if rows is None else b[rows]
+
+        return self._adapted(linear, sizes, part)
 
     def row(self, name: str, bias: bool, centred: bool = False) -> Linear:
         """A sum over ranks, or in exact mode a part of the outputs on each (``ranks.py``). ``centred``: the

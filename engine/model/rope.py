@@ -41,6 +41,15 @@ def rows_of_qkv(
     return torch.cat((rows[rank.part(num_heads)], k[own], v[own])).flatten()
 
 
+def rows_side_by_side(head_dim: int, num_heads: int, num_kv_heads: int) -> Tensor:
+    """Return which of transformers' rows of q, k and v, which are an adapter's, is at each place of a GGUF
+    file in which the two numbers lie side by side that transformers has half a head apart: int64."""
+    rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
+    turned = rows[: num_heads + num_kv_heads]
+    turned.copy_(turned.view(-1, 2, head_dim // 2).transpose(1, 2).flatten(1).clone())
+    return rows.flatten()
+
+
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """float32 [rotary_dim / 2]."""
     head_dim = rope.rotary_dim
