@@ -10,10 +10,10 @@ class TorchLowRank:
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def put(self, slot: int, a: Tensor, b: Tensor) -> None:
-        self._pairs[slot] = (a.float(), b.float())
+        self._pairs = {**self._pairs, slot: (a.float(), b.float())}  # a step may go through the one before
 
     def clear(self, slot: int) -> None:
-        self._pairs.pop(slot, None)
+        self._pairs = {other: pair for other, pair in self._pairs.items() if other != slot}
 
     def add(self, out: Tensor, x: Tensor, slots: Tensor) -> None:
         for slot, (a, b) in self._pairs.items():

@@ -112,6 +112,22 @@ def test_a_slot_that_is_cleared_adds_nothing_and_takes_another_rank(
         assert torch.equal(found[slots == 1], before[slots == 1])
 
 
+def test_plain_torch_adds_while_other_slots_change() -> None:
+    updates, (out, x) = (
+        filled(TorchLowRank(), (8, 8, 8), 20, 30, torch.float32),
+        inputs(3, 20, 30, torch.float32),
+    )
+
+    class Slots(list[int]):
+        def __eq__(self, slot: object) -> Any:
+            updates.clear(2)
+            updates.put(5 + int(str(slot)), x, randn(30, 3, dtype=torch.float32))
+            return torch.tensor([other == slot for other in self])
+
+    expected = added(updates, out, x, torch.tensor([0, -1, 1]))
+    assert torch.equal(added(updates, out, x, Slots([0, -1, 1])), expected)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_in_one_call_add_the_same_updates(
     native: native_cpu.NativeCpuKernels, dtype: torch.dtype
