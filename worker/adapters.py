@@ -14,7 +14,7 @@ from ..engine.errors import AdapterError, is_out_of_memory
 
 PERIOD_S = 2.0
 FIRST_LOOK_S = 60.0  # that the worker's start waits: a folder may hang
-STOP_S = 1.0
+STOP_S = 10.0  # in the midst of torch's work a process ends by SIGABRT
 MAX_NAMES = 4096
 MAX_NAME_CHARS = 256
 _log = logging.getLogger(__name__)
