@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from ..engine.adapters.files import CONFIG, NO_MEMORY, AdapterFile, read_adapter, stamp
+from ..engine.adapters.files import CONFIG, AdapterFile, read_adapter, stamp
 from ..engine.adapters.slots import AdapterSlots
 from ..engine.errors import AdapterError, is_out_of_memory
 
@@ -117,7 +117,7 @@ class AdapterFolder:
             self._resident.check(file)
         except AdapterError as error:
             self._warn(name, f"the adapter {self._folder / name} is not served: {error}")
-            if isinstance(error.__cause__, (OSError, *NO_MEMORY)):
+            if (cause := error.__cause__) and (isinstance(cause, OSError) or is_out_of_memory(cause)):
                 self._read.pop(name, None)  # the next time it may go well
                 return
             self._names.pop(name, None)

@@ -29,7 +29,6 @@ MAX_RANK = 4096
 MAX_PATTERNS = 4096
 MAX_PATTERN_CHARS = 256
 MAX_NAME_CHARS = 256
-NO_MEMORY = (MemoryError, RuntimeError)  # Python's and torch's
 UNSERVED = {
     "use_dora": "DoRA",
     "fan_in_fan_out": "transposed layers",
@@ -71,9 +70,9 @@ def read_adapter(folder: Path) -> AdapterFile:
         if stamp(folder) != before:
             raise AdapterError("its files are being written")
         layers = {name: _layer(name, pair, weights, config) for name, pair in pairs.items()}
-    except (AdapterError, WeightsError, OSError, *NO_MEMORY) as error:
+    except (AdapterError, WeightsError, OSError, MemoryError, RuntimeError) as error:  # the last: torch's
         reason = getattr(error, "strerror", None) or f"{error}" or "out of memory"
-        raise AdapterError(reason) from error
+        raise AdapterError(reason) from error.__cause__ or error
     digest = blake2b(digest_size=16)
     for text in (settings, weights):
         digest.update(len(text).to_bytes(8, "little"))

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from splitserve.engine.adapters import files
 from splitserve.engine.adapters.files import CONFIG, WEIGHTS, AdapterFile, read_adapter
-from splitserve.engine.errors import AdapterError
+from splitserve.engine.errors import AdapterError, WeightsError
 from splitserve.worker import adapters
 from splitserve.worker.adapters import AdapterFolder, require_folder
 from splitserve.worker.main import run
@@ -231,18 +231,27 @@ def test_a_link_to_itself_hides_no_other(rig: Rig) -> None:
     assert rig.served == {"a": content}
 
 
-def test_lack_of_memory_while_one_is_read_ends_no_worker(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("_layer", RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+        ("_layer", MemoryError()),
+        ("header_of", WeightsError("Permission denied")),
+    ],
+)
+def test_what_cannot_be_read_now_is_read_again(
+    what: str, error: Exception, rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Lack of memory ends no worker; rights that were missing change no time of the file."""
     content = rig.add("a")
     with monkeypatch.context() as patched:
 
-        def lacks(*_: object) -> None:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        def fails(*_: object) -> None:
+            raise error from (OSError(13, "Permission denied") if what == "header_of" else None)
 
-        patched.setattr(files, "_layer", lacks)
+        patched.setattr(files, what, fails)
         rig.start()
-        assert "can't allocate memory" in caplog.text
+        assert (str(error) or "out of memory") in caplog.text
     rig.look()
     assert rig.served == {"a": content}
 
