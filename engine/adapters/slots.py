@@ -137,11 +137,14 @@ class RoleAdapters:
     """The adapters of a process as one of its roles uses and reports them."""
 
     def __init__(
-        self, slots: AdapterSlots | None, sequences: Callable[[], Iterable[AdaptedSequence]]
+        self,
+        slots: AdapterSlots | None,
+        sequences: Callable[[], Iterable[AdaptedSequence]],
+        coming: Callable[[], set[str]] = set,
     ) -> None:
-        """``sequences``: returns those that steps may compute, or compute now. ``slots``: None: there are
-        none."""
-        self._slots, self._sequences = slots or AdapterSlots(), sequences
+        """``sequences``: returns those that steps may compute, or compute now. ``coming``: returns the
+        adapters of others that will be. ``slots``: None: there are none."""
+        self._slots, self._sequences, self._coming = slots or AdapterSlots(), sequences, coming
         self._last: tuple[Adapter, ...] = ()
 
     def has(self, content: str) -> bool:
@@ -159,7 +162,7 @@ class RoleAdapters:
 
     @property
     def in_use(self) -> set[str]:
-        return {sequence.state.adapter for sequence in self._sequences()}
+        return {sequence.state.adapter for sequence in self._sequences()} | self._coming()
 
     @property
     def reported(self) -> set[str]:

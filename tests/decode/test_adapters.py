@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from support.prefix_rig import MODEL, SPEC
+from support.prefix_rig import HASHES, MODEL, SPEC
 from support.receivers import receiver
 
 from splitserve.decode.core import DecodeCore
@@ -15,12 +15,14 @@ from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import StepOutput
 from splitserve.transport.handoff.protocol import Join, ToCoordinator
 from splitserve.transport.messages.messages import (
+    HASH_BYTES,
     Cancel,
     Handoff,
     Joined,
     Load,
     Meet,
     Message,
+    Offer,
     RequestFailed,
     u32,
 )
@@ -76,6 +78,28 @@ def test_it_is_in_use_until_its_last_step_is_over() -> None:
     rig.core.complete(step, StepOutput(np.array([3], np.int32)), 0.0)
     assert rig.core.adapters.in_use == set()
     assert rig.blocks.num_used == 0
+
+
+def test_it_is_in_use_while_its_prompt_is_computed_elsewhere() -> None:
+    """From the offer on, with blocks or without."""
+    rig, prefill = Rig(), ("p", 1)
+    rig.fill("x")
+    meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
+    rig.core.from_peer(prefill, meet, 0.0)
+    offer = Offer(
+        request_id="r",
+        epoch=0,
+        coordinator=7,
+        dispatch=1,
+        num_tokens=30,
+        block_hashes=b"".join(HASHES * 2)[: 7 * HASH_BYTES],
+        adapter="x",
+    )
+    rig.core.from_peer(prefill, offer, 0.0)
+    assert rig.core.adapters.in_use == {"x"}
+    rig.core.from_coordinator(Cancel(coordinator=7, dispatches=u32([1])), 0.0)
+    rig.core.take(0.0)
+    assert rig.core.adapters.in_use == set()
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -37,6 +37,7 @@ class Incoming:
     num_behind: int = 0
     is_test: bool = False  # of its writer's mover: it joins nothing
     is_prefix: bool = False  # it joins the cache, and no sequence
+    adapter: str = ""
     lease: int = 0
     mover: str = ""  # by which its writer puts
     grant: Grant | None = None
@@ -195,7 +196,7 @@ class Granting:
         self.waiting[key] = Incoming(
             key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now, behind, offer.is_test
         )
-        self.waiting[key].is_prefix = offer.is_prefix
+        self.waiting[key].is_prefix, self.waiting[key].adapter = offer.is_prefix, offer.adapter
         if offer.is_test:
             self.waiting.move_to_end(key, last=False)
 

@@ -85,6 +85,7 @@ class Outgoing:
                 grammar=spec.sampling.grammar,
                 is_test=self.is_test,
                 is_prefix=self.is_prefix,
+                adapter=spec.adapter,
             )
             self._actions.append(ToPeer(self.peer, offer))
         elif self.is_sent and self._first is not None:

@@ -10,6 +10,7 @@ from .fields import (
     MAX_REQUEST_TOKENS,
     SECRET_BYTES,
     WIRE_VERSION,
+    AdapterId,
     Address,
     BlockColumn,
     ChecksumColumn,
@@ -64,6 +65,7 @@ class Offer(Message, frozen=True, kw_only=True):
     grammar: Grammar = b""  # to be compiled meanwhile
     is_test: bool = False  # of the mover: one block, which is verified and joins nothing
     is_prefix: bool = False  # cached blocks for a prefill worker: they join its cache, and no sequence
+    adapter: AdapterId = ""  # the receiver keeps it meanwhile
 
 
 class Renew(Message, frozen=True, kw_only=True):
