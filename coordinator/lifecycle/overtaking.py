@@ -6,9 +6,10 @@ to it: all of these decode workers, and the prefill workers, too, where none has
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from math import inf
+from typing import get_args
 
 from ...transport.messages.messages import Role
 from .pools import Pools
@@ -23,13 +24,13 @@ class Overtaking:
         self._pools = pools
         self._all_have: dict[str, bool] = {}  # by adapter, at these versions
         self._versions: tuple[int, ...] = ()
-        self._turned_away: dict[str, float] = {}  # by adapter, tokens: no room for them
+        self.turned_away: dict[str, float] = {}  # by adapter, tokens: no room for them
         self._kept_free: dict[Role, set[str]] = {"prefill": set(), "decode": set()}
         """Adapters whose workers others leave alone."""
 
     def begin_pass(self) -> None:
         """Forget what the last pass over the queue has found."""
-        self._turned_away.clear()
+        self.turned_away = {}
         for adapters in self._kept_free.values():
             adapters.clear()
 
@@ -54,12 +55,23 @@ class Overtaking:
         adapter = request.adapter
         if adapter and not self._pools.adapters.serves(adapter):
             return True
-        return not request.num_attempts and request.num_tokens >= self._turned_away.get(adapter, inf)
+        return not request.num_attempts and request.num_tokens >= self.turned_away.get(adapter, inf)
 
     def turn_away(self, request: Request) -> None:
-        """Note that it was not placed for lack of room."""
-        least = self._turned_away.get(request.adapter, inf)
-        self._turned_away[request.adapter] = min(request.num_tokens, least)
+        """Note that it was not placed for lack of room; a suspect may wait for something else."""
+        if request.suspect:
+            return
+        least = self.turned_away.get(request.adapter, inf)
+        self.turned_away[request.adapter] = min(request.num_tokens, least)
+
+    def lack_room(self, turned_away: Mapping[str, float]) -> bool:
+        """Whether still no two workers that have the same of these adapters have room for as many tokens."""
+        pools, roles = self._pools, get_args(Role)
+        workers = [[*pools.open_of_role(role), *pools.reserves_of_role(role)] for role in roles]
+        return not any(
+            all(any(w.room >= least and w.has(adapter) for w in of_role) for of_role in workers)
+            for adapter, least in turned_away.items()
+        )
 
     def usable(self, workers: Iterable[WorkerRecord], request: Request) -> list[WorkerRecord]:
         """Return the workers that have the request's adapter and are not left to other requests."""
@@ -69,8 +81,8 @@ class Overtaking:
         return [w for w in workers if w.has(adapter) and kept_free[w.role].isdisjoint(w.contents)]
 
     def keep_free(self, request: Request, has_prefill: bool) -> None:
-        """Leave the workers that have its adapter to a request that has waited for too long."""
-        if self._pools.adapters.serves(request.adapter):
+        """Leave the workers that have its adapter to one that has waited for too long and is no suspect."""
+        if not request.suspect and self._pools.adapters.serves(request.adapter):
             self._kept_free["decode"].add(request.adapter)
             if not has_prefill:
                 self._kept_free["prefill"].add(request.adapter)

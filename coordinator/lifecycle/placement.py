@@ -1,4 +1,4 @@
-"""Decides which workers a waiting request goes to, and when another pass over the queue is worth while. Pure.
+"""Decides which workers a waiting request goes to. Pure.
 
 A request waits until a prefill worker and a decode worker that fit together have room for it.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from itertools import chain
 from math import inf
-from typing import NamedTuple
 
 from .actions import Action
+from .blocked import Blocked
 from .cache_index import Level
 from .open_workers import OpenWorkers
 from .overtaking import Overtaking
@@ -32,32 +32,6 @@ from .worker import WorkerRecord
 
 Pair = tuple[WorkerRecord, WorkerRecord]
 """A prefill worker and a decode worker."""
-
-
-class Blocked(NamedTuple):
-    """Proof that another pass over the queue would place nothing.
-
-    Holds until the queue or the workers change, or a worker has room for the shortest request that was turned
-    away.
-    """
-
-    queue_version: int
-    pools_version: int
-    order_version: int | None  # None: holds whatever the order
-    shortest_prompt: float  # tokens; no prefill worker had room for it
-    shortest_sequence: float  # tokens; no decode worker had room for it
-
-    def holds(self, queue: RequestQueue, pools: Pools) -> bool:
-        """Whether nothing has changed since the pass that could help."""
-        return (
-            self.queue_version == queue.version
-            and self.pools_version == pools.version
-            and self.order_version in (None, queue.order_version)
-            and pools.open_of_role("prefill").max_room < self.shortest_prompt
-            and pools.open_of_role("decode").max_room < self.shortest_sequence
-            and pools.reserves_of_role("prefill").max_room < self.shortest_prompt
-            and pools.reserves_of_role("decode").max_room < self.shortest_sequence
-        )
 
 
 class Placement:
@@ -90,8 +64,8 @@ class Placement:
             blocked = self._blocked
             still_blocked = (
                 blocked is not None
-                and request.num_tokens >= min(blocked.shortest_prompt, blocked.shortest_sequence)
-                and blocked.holds(self._queue, self._pools)
+                and blocked.keeps(request)
+                and blocked.holds(self._queue, self._pools, self._overtaking)
             )
             self._queue.add(request)
             if not still_blocked:
@@ -110,10 +84,9 @@ class Placement:
 
     def place_waiting(self, now: float) -> list[Action]:
         """Dispatch every waiting request that finds room."""
-        queue = self._queue
-        if not len(queue) or (self._blocked is not None and self._blocked.holds(queue, self._pools)):
+        queue, pools, blocked = self._queue, self._pools, self._blocked
+        if not len(queue) or (blocked is not None and blocked.holds(queue, pools, self._overtaking)):
             return []
-        pools = self._pools
         if not (pools.open_of_role("decode").has_room(1) or pools.reserves_of_role("decode").has_room(1)):
             return []
         actions: list[Action] = []
@@ -139,12 +112,13 @@ class Placement:
 
     def _proof(self, order_version: int | None) -> Blocked:
         shortest = self._shortest_prompt, self._shortest_sequence
-        return Blocked(self._queue.version, self._pools.version, order_version, *shortest)
+        turned_away = self._overtaking.turned_away
+        return Blocked(self._queue.version, self._pools.version, order_version, *shortest, turned_away)
 
     def _lacks_only_prefill_room(self) -> bool:
         """Whether only their prompts kept requests waiting: not another coordinator's, nor a worker that
         accepts nothing."""
-        if self._shortest_sequence < inf:
+        if self._shortest_sequence < inf or self._overtaking.turned_away:
             return False
         prefills = self._pools.open_of_role("prefill")
         return not any(w.num_others or (not w.accepting and w.dispatches) for w in prefills)
@@ -186,9 +160,8 @@ class Placement:
             return self._choose_among_all(request) or self._choose_borrower(request)
         if self._overtaking.cannot_be_placed(request):
             return None
-        pair = self._choose_among_fitting(request) or self._choose_borrower(request)
+        pair = self._choose_among_fitting(request, anywhere) or self._choose_borrower(request)
         if pair is None and not anywhere:
-            self._inconclusive = True
             self._overtaking.turn_away(request)
         return pair
 
@@ -230,15 +203,18 @@ class Placement:
         holders = (worker for level in levels for worker in self._best(workers, request, level))
         return list(dict.fromkeys(chain(candidates, holders)))
 
-    def _choose_among_fitting(self, request: Request) -> Pair | None:
+    def _choose_among_fitting(self, request: Request, anywhere: bool) -> Pair | None:
         """For retries, suspects, and workers that differ."""
         num_tokens, pools, suspicion = request.num_tokens, self._pools, self._suspicion
         usable = self._overtaking.usable(pools.open_of_role("prefill"), request)
         prefills = [w for w in usable if self._prefill_has_room(w, request)]
         if not prefills:
-            self._shortest_prompt = min(self._shortest_prompt, num_tokens)
+            if anywhere:
+                self._shortest_prompt = min(self._shortest_prompt, num_tokens)
             return None
         decodes = self._overtaking.usable(pools.open_of_role("decode").with_room(num_tokens), request)
+        if not (decodes or anywhere):
+            return None
         if (avoid := request.avoid) is not None:
             decodes = [w for w in decodes if w is not avoid and w.kind == avoid.kind] or decodes
         if suspicion.suspects:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from support.adapted_bench import Adapted, routes
 from support.lifecycle_bench import ends
 
+from splitserve.coordinator.lifecycle.actions import Action
+from splitserve.coordinator.lifecycle.request import Request
 from splitserve.transport.messages.messages import FirstToken, SamplingParams
 
 
@@ -74,6 +76,28 @@ def test_requests_whose_adapters_workers_are_full_hold_up_no_other() -> None:
     assert len(busy_with(bench, "A", 60)) == 58
     bench.now += 5.0
     assert [route[2] for route in routes(bench.ask("r"))] == ["d2"]
+
+
+def test_many_that_wait_are_tried_again_only_once_workers_with_their_adapter_have_room() -> None:
+    bench = Adapted(max_num_seqs=2)
+    for name in ("p", "p2", "d"):
+        bench.report(name, "a:A")
+    waiting = busy_with(bench, "A", 60)
+    tried, placement = list[str](), bench.core._placement
+    dispatch = placement._dispatch
+
+    def counted(request: Request, now: float) -> list[Action]:
+        tried.append(request.request_id)
+        return dispatch(request, now)
+
+    placement._dispatch = counted  # type: ignore[method-assign]
+    bench.load("d2", [])
+    bench.core.tick(bench.now)
+    assert not routes(bench.ask("one more", "A", prompt_token_ids=[1] * 4))
+    assert not tried
+    assert [route[0] for route in routes(bench.core.cancel("A0", bench.now))] == waiting[:1]
+    assert not routes(bench.ask("shorter", "A", prompt_token_ids=[1]))
+    assert [route[0] for route in routes(bench.ask("r"))] == ["r"]
 
 
 def test_a_request_for_an_adapter_does_not_starve_behind_others() -> None:
@@ -146,3 +170,21 @@ def test_a_long_prompt_for_an_adapter_does_not_starve_behind_others() -> None:
         if "r" in [request for request, *_ in placed]:
             break
     assert 2 <= n < 8
+
+
+def test_a_suspect_that_waits_to_run_apart_from_others_holds_up_none() -> None:
+    """It may have killed a worker; the other suspect runs on the only worker with their adapter."""
+    bench = Adapted(max_num_seqs=8, suspect_after=1)
+    for name in ("p", "p2", "d"):
+        bench.report(name, "a:A")
+    for name in ("s1", "s2"):
+        ((_, prefill, _),) = routes(bench.ask(name, "A"))
+        dispatch = bench.core.requests[name].dispatch
+        bench.send(prefill, FirstToken(coordinator=7, dispatch=dispatch, index=0, token=5))
+        bench.joined(dispatch)
+    bench.die("d")
+    bench.hello("d", "decode", incarnation=2)
+    bench.numbers["d"] = 0
+    assert len(routes(bench.report("d", "a:A", incarnation=2))) == 1
+    assert [request.suspect for request in bench.core.queue] == [True]
+    assert [route[2] for route in routes(bench.ask("r", "A"))] == ["d"]
