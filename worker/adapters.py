@@ -87,7 +87,8 @@ class AdapterFolder:
         self.slots.rename(self._names)
         unread = []  # each would take its time, and memory meanwhile
         for name in present:
-            if name not in self._names and len({*self._names.values()}) >= self._resident.num_slots:
+            is_new = name not in self._names and name not in self._read
+            if is_new and len({*self._names.values()}) >= self._resident.num_slots:
                 unread.append(name)
             else:
                 self._look_at(name)

@@ -184,6 +184,20 @@ def test_too_many_are_named(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     assert sorted(rig.served) == ["b", "c"]
 
 
+def test_one_that_cannot_be_served_is_not_called_left_out_and_is_read_again_once_mended(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "c"):
+        rig.add(name, seed=ord(name))
+    rig.add("b", rank=8)
+    rig.start()
+    rig.look()
+    assert not [message for message in caplog.messages if "--max-loras" in message]
+    rig.add("b", rank=2)
+    rig.look()
+    assert caplog.messages[-1] == "--max-loras leaves 1 adapters out: b; raise it"
+
+
 def test_a_slot_is_given_up_when_nothing_uses_or_reports_its_adapter(rig: Rig) -> None:
     first, second = rig.add("a", 1), rig.add("b", 2)
     slots = rig.start().slots
