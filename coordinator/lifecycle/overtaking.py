@@ -1,7 +1,7 @@
 """Requests whose adapter only some workers have: where they may go, and that they hold up no others. Pure.
 
 Others overtake such a request. Once it has waited for too long, they leave the workers that have its adapter
-to it: all of these decode workers, and the prefill workers, too, where none has room for its prompt.
+to it: all of these decode workers, and where one has room, but no prefill worker, the prefill workers, too.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Overtaking:
             return list(workers)
         return [w for w in workers if w.has(adapter) and kept_free[w.role].isdisjoint(w.contents)]
 
-    def keep_free(self, request: Request, has_prefill: bool) -> None:
+    def keep_free(self, request: Request, lacks_prefill: bool) -> None:
         """Leave the workers that have its adapter to one that has waited for too long and is no suspect."""
         if not request.suspect and self._pools.adapters.serves(request.adapter):
             self._kept_free["decode"].add(request.adapter)
-            if not has_prefill:
+            if lacks_prefill:
                 self._kept_free["prefill"].add(request.adapter)

@@ -128,9 +128,11 @@ class Placement:
         if self._overtaking.all_have(request.adapter):
             return "waits"
         if self._queue.is_starving(request, now):
-            prefills = self._overtaking.usable(self._pools.open_of_role("prefill"), request)
-            has_prefill = any(self._prefill_has_room(w, request) for w in prefills)
-            self._overtaking.keep_free(request, has_prefill)
+            pools, usable = self._pools, self._overtaking.usable
+            decodes = usable(pools.open_of_role("decode").with_room(request.num_tokens), request)
+            prefills = usable(pools.open_of_role("prefill"), request)
+            lacks_prefill = bool(decodes) and not any(self._prefill_has_room(w, request) for w in prefills)
+            self._overtaking.keep_free(request, lacks_prefill)
         return "aside"
 
     # --- one request ---------------------------------------------------------------------------------

@@ -188,3 +188,17 @@ def test_a_suspect_that_waits_to_run_apart_from_others_holds_up_none() -> None:
     assert len(routes(bench.report("d", "a:A", incarnation=2))) == 1
     assert [request.suspect for request in bench.core.queue] == [True]
     assert [route[2] for route in routes(bench.ask("r", "A"))] == ["d"]
+
+
+def test_prompts_are_computed_while_a_request_waits_for_the_only_decode_worker_with_its_adapter() -> None:
+    """No prefill worker has room for its prompt either, and none has to: d is full, maybe for long."""
+    bench = Adapted(max_num_seqs=64, starving_s=2.0)
+    for name in ("p", "p2", "d"):
+        bench.report(name, "a:A")
+    assert len(routes(bench.ask("first", "A"))) == 1
+    bench.load("d", [], blocks_free=0)
+    for n in range(8):
+        assert routes(bench.ask(f"s{n}"))
+    assert not routes(bench.ask("r", "A", prompt_token_ids=[1] * 30))
+    bench.now += 5.0
+    assert [route[2] for route in routes(bench.ask("t"))] == ["d2"]
