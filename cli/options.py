@@ -27,7 +27,8 @@ EVERYDAY = frozenset(
     key_file insecure
     max_model_len max_queue steer tenants_file open_access tls_cert tls_key admin_port processes batch_file
     log_level log_requests name coordinator device dtype exact threads mover max_num_seqs max_batch_tokens
-    tensor_parallel_size gpu_memory_utilization kv_cache_gib listen data_listen advertise_host start_as
+    tensor_parallel_size gpu_memory_utilization kv_cache_gib lora_folder listen data_listen advertise_host
+    start_as
     """.split()  # noqa: SIM905
 )
 """Options that a person sets up a server with."""
