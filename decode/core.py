@@ -62,7 +62,12 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
     ) -> None:
         """``tests_movers``: at the first meeting with another decode worker. ``kept_s``: see ``Answers``."""
         ended = scheduler.kv_blocks.ended
-        in_use = RoleAdapters(adapters, lambda: (*scheduler.running.values(), *ended), receiver.adapters)
+        coming = receiver.granting.waiting, receiver.leases.granted
+        in_use = RoleAdapters(
+            adapters,
+            lambda: (*scheduler.running.values(), *ended),
+            lambda: {incoming.adapter for of in coming for incoming in of.values()},
+        )
         super().__init__(meet, drain_timeout_s, in_use)
         self.scheduler, self.receiver = scheduler, receiver
         self._kv_name = meet.model.kv_name

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +17,7 @@ from safetensors.torch import save_file
 from splitserve.engine.adapters import files
 from splitserve.engine.adapters.files import CONFIG, WEIGHTS, AdapterFile, read_adapter
 from splitserve.engine.errors import AdapterError, WeightsError
-from splitserve.worker import adapters
 from splitserve.worker.adapters import AdapterFolder, require_folder
-from splitserve.worker.main import run
-from splitserve.worker.settings import DecodeSettings
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -276,34 +271,6 @@ def test_there_must_be_a_folder_of_folders(rig: Rig) -> None:
         with pytest.raises(AdapterError, match=f"^--lora-folder {rig.folder / wrong}: {why}"):
             require_folder(rig.folder / wrong)
     require_folder(rig.folder)
-
-
-def test_a_start_without_the_folder_ends_before_the_model_is_loaded(tmp_path: Path) -> None:
-    settings = DecodeSettings(model=tmp_path / "none", insecure=True, lora_folder=tmp_path / "adapters")
-    with pytest.raises(AdapterError, match="there is no such folder"):
-        run(settings)
-
-
-@pytest.mark.timeout(60)
-def test_a_folder_that_hangs_keeps_no_worker_from_its_start_or_its_end(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hangs = threading.Event()
-    monkeypatch.setattr(adapters, "FIRST_LOOK_S", 0.05)
-    monkeypatch.setattr(adapters, "STOP_S", 0.05)
-
-    def scandir(path: Path) -> None:
-        hangs.wait(30)
-        raise OSError(5, "it has hung")
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    watched = AdapterFolder(rig.folder, rig.resident, period_s=0.01)
-    assert watched.slots.reported == ()
-    watched.stop()
-    assert watched._thread.is_alive()
-    assert watched._thread.daemon
-    hangs.set()
-    watched._thread.join(20)
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

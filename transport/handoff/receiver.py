@@ -91,10 +91,6 @@ class HandoffReceiver:
         held = (*self.granting.waiting.values(), *self.leases.granted.values())
         return [incoming.key for incoming in held if not (incoming.is_test or incoming.is_prefix)]
 
-    def adapters(self) -> set[str]:
-        """Return those of all that is to join."""
-        return {i.adapter for i in (*self.granting.waiting.values(), *self.leases.granted.values())}
-
     def waits(self) -> Iterator[Wait]:
         """Yield every handoff here that time ends. (A lease in quarantine waits for its writer's Release or
         death, one that is being verified for this worker's own check.)"""

@@ -60,14 +60,13 @@ def test_a_silent_writers_blocks_are_quarantined_if_it_writes_by_itself(mover: s
     pair = Pair(movers=(mover,))
     pair.offer(spec())
     pair.deliver()
-    pair.now = 10.0
-    pair.receiver.tick(pair.now)  # the sender is frozen: no renewal, no answer
+    pair.receiver.tick(10.0)  # the sender is frozen: no renewal, no answer
     assert pair.pool.num_used == 3, "a parcel may be written into them until CloseLease is carried out"
     pair.collect()
     assert pair.pool.num_used == held
     pair.receiver.writer_gone(PREFILL)
     pair.collect()
-    assert pair.pool.num_used == 0
+    assert not pair.pool.num_used
 
 
 def test_a_writer_of_another_host_that_stays_silent_is_shut_out_and_its_blocks_are_free() -> None:
@@ -109,8 +108,7 @@ def test_a_thawed_writer_lets_go_when_asked() -> None:
     pair = Pair(movers=("shm",))
     pair.offer(spec())
     pair.deliver()
-    pair.now = 10.0
-    pair.receiver.tick(pair.now)
+    pair.receiver.tick(10.0)
     pair.deliver()
     assert pair.pool.num_used == 0
     assert isinstance(pair.ended[0], act.Undelivered)
@@ -120,15 +118,12 @@ def test_meeting_a_newer_incarnation_of_the_same_process_ends_the_quarantine() -
     pair = Pair(movers=("shm",))
     pair.offer(spec())
     pair.deliver()
-    pair.now = 10.0
-    pair.receiver.tick(pair.now)
+    pair.receiver.tick(10.0)
     meet = Meet(worker_id="p", incarnation=9, host="h", pid=5, model=MODEL, movers=("shm",))
     other = 9 + (1 << COUNT_BITS)
-    pair.receiver.receive(
-        ("p", other), replace(meet, incarnation=other), pair.now
-    )  # another process: proves nothing
-    assert pair.pool.num_used == 3
-    pair.receiver.receive(("p", 10), replace(meet, incarnation=10), pair.now)
+    pair.receiver.receive(("p", other), replace(meet, incarnation=other), 10.0)
+    assert pair.pool.num_used == 3, "another process proves nothing"
+    pair.receiver.receive(("p", 10), replace(meet, incarnation=10), 10.0)
     pair.collect()
     assert pair.pool.num_used == 0
 
