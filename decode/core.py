@@ -68,7 +68,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
             lambda: (*scheduler.running.values(), *ended),
             lambda: {incoming.adapter for of in coming for incoming in of.values()},
         )
-        super().__init__(meet, drain_timeout_s, in_use)
+        super().__init__(meet, drain_timeout_s, in_use, receiver.leases.free_closed)
         self.scheduler, self.receiver = scheduler, receiver
         self._kv_name = meet.model.kv_name
         self.moving = Moving(meet, scheduler, tests_movers)

@@ -8,7 +8,6 @@ from math import inf
 from typing import Generic, Protocol, TypeVar
 
 from ..transport.handoff.protocol import Key, ToCoordinator
-from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.messages.messages import BlockEvents, FailureKind, Load, Meet, PeerId, RequestFailed
 from ..transport.process.reports import CacheReporter
 from .adapters.slots import RoleAdapters
@@ -107,15 +106,16 @@ class RoleCore(ABC, Generic[Action, Step]):
     """One role's decisions; all times are ``now`` of one monotonic clock, in seconds."""
 
     scheduler: RoleScheduler[Step]
-    receiver: HandoffReceiver
     _heartbeat: RoleHeartbeat
 
-    def __init__(self, meet: Meet, drain_timeout_s: float, adapters: RoleAdapters) -> None:
+    def __init__(
+        self, meet: Meet, drain_timeout_s: float, adapters: RoleAdapters, free_closed: Callable[[], None]
+    ) -> None:
         """``meet``: names the worker, and is how it introduces itself to decode workers that it hands over
-        to. ``drain_timeout_s``: how long to drain by default."""
+        to. ``drain_timeout_s``: how long to drain by default. ``free_closed``: see ``LeaseTable``."""
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
         self._drain_timeout_s = drain_timeout_s
-        self.adapters = adapters
+        self.adapters, self._free_closed = adapters, free_closed
         self._leave_by = inf  # when what is left must be given back, once it drains
         self.step_failures = StepFailures()
         self._actions: list[Action | ToCoordinator | CompileGrammar] = []
@@ -142,7 +142,7 @@ class RoleCore(ABC, Generic[Action, Step]):
     def take(self, now: float) -> list[Action | ToCoordinator | CompileGrammar]:
         """Return the actions since the last call, in order."""
         self._settle(now)
-        self.receiver.leases.free_closed()
+        self._free_closed()
         actions, self._actions = self._actions, []
         return actions
 

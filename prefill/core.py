@@ -73,7 +73,8 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         """``is_local``: whether the decode worker of this name is of the same process, over the same
         blocks. ``tests_movers``: at the first meeting with a decode worker. ``stored_group``: see
         ``StoredPrefixes``."""
-        super().__init__(meet, drain_timeout_s, RoleAdapters(adapters, scheduler.sequences))
+        in_use = RoleAdapters(adapters, scheduler.sequences)
+        super().__init__(meet, drain_timeout_s, in_use, receiver.leases.free_closed)
         self._leaving = f"prefill worker {meet.worker_id} leaves"
         self.scheduler, self.receiver = scheduler, receiver
         self.sender = HandoffSender(meet, times, slicing, scheduler.blocks if tests_movers else None)
