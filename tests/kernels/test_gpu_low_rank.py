@@ -70,7 +70,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(low_rank, "FEW_ROWS", 34)
-    m, k, n = 40, 1100, 150
+    monkeypatch.setattr(low_rank, "SPLIT", 128)
+    m, k, n = 40, 300, 150
     updates = filled(CudaKernels(1).low_rank(k, n, 64, len(RANKS), dtype, CPU), k, n)
     out, x = randn(m, n, dtype=dtype, seed=7), randn(m, k, dtype=dtype, seed=8)
     slots = torch.tensor([*range(-1, 5)] * 5 + [4] * 10, dtype=torch.int32)

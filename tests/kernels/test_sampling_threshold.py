@@ -84,7 +84,7 @@ def check(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: f
 
 
 @settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
