@@ -113,7 +113,7 @@ def test_a_killed_worker_loses_no_token(cluster: Cluster, shelf: Shelf, role: st
     asked = [MODEL_NAME, "sql", "poet"]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(all_answers, cluster, asked)
-        wait_for("requests run", lambda: any(w["dispatches"] for w in cluster.workers(role)))
+        wait_for("requests run", lambda: any(w["dispatches"] for w in cluster.workers("decode")))
         os.kill(cluster.busy_worker(role)["pid"], signal.SIGKILL)
         assert answers.result(100) == {name: shelf.expected[name] for name in asked}
     cluster.wait_whole(2, 2)
