@@ -32,8 +32,8 @@ COUNTED = {"output": "output_tokens", "prompt": "prompt_tokens", "cached": "cach
 
 class LiveView:
     """``now`` at its start; ``wall``: that moment in seconds since 1970, for the charts' time axis.
-    ``answered``: cumulative counts of requests, by status among others, of which the HTTP side is the owner;
-    refused requests are in it too."""
+    ``answered``: cumulative counts of requests by endpoint, status and model, refused ones too; owned by the
+    HTTP side."""
 
     def __init__(
         self,

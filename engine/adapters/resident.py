@@ -12,7 +12,7 @@ from .files import AdapterFile
 
 
 class ResidentAdapters:
-    """``put`` and ``clear`` may be called from any one thread, while steps run that do not use the slot."""
+    """``put`` may be called from any one thread, while steps run that do not use the slot."""
 
     def __init__(self, ranks: Sequence[LoadedModel]) -> None:
         self._ranks = [(rank, adapters) for rank in ranks if (adapters := rank.adapters) is not None]
@@ -41,11 +41,6 @@ class ResidentAdapters:
                 adapters.put(slot, file.content, _as_stored(file))
             if stream is not None:
                 stream.synchronize()
-
-    def clear(self, slot: int) -> None:
-        """No batch names its adapter any more."""
-        for _, adapters in self._ranks:
-            adapters.clear(slot)
 
 
 def _as_stored(file: AdapterFile) -> Pairs:

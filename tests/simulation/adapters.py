@@ -1,5 +1,5 @@
-"""The folder of adapters, the same for all workers, each of which sees its changes late; and the slots of a
-worker's process, with the weights that are in them."""
+"""The folder of adapters, and the slots of a worker's process with their weights. All workers share the
+folder; each sees its changes late."""
 
 from __future__ import annotations
 

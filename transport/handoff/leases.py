@@ -145,8 +145,8 @@ class LeaseTable:
             self.free(lease)
 
     def free_closed(self) -> None:
-        """Free the blocks of ended leases. Call it when no step is made before the actions so far, of which
-        some close these leases, are carried out."""
+        """Free the blocks of ended leases. The caller carries out the actions so far, each CloseLease among
+        them, before it makes a step."""
         for blocks in self._closing:
             self._pool.release(blocks)
         self._closing.clear()

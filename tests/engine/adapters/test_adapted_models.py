@@ -142,7 +142,6 @@ def test_a_slot_is_used_again(tmp_path: Path) -> None:
     contents, expected = with_adapters(model, tmp_path)
     runner = make_runner(tmp_path / "model")
     resident = place(runner, tmp_path)
-    resident.clear(2)
     resident.put(1, read_adapter(tmp_path / "1"))
     assert answers(runner, ["", contents[1]])[1] == expected[1]
     with pytest.raises(AdapterError, match="not on this worker"):
