@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import inf
 from typing import ClassVar
 
 from ..decode.core import DecodeCore
@@ -18,7 +19,7 @@ from ..transport.handoff.protocol import Join, PrefixOver, Supersede, ToCoordina
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.receiving_end import RECEIVING, ReceivingEnd
 from ..transport.handoff.sending_end import SendingEnd
-from ..transport.messages.messages import FROM_DECODE, Flip, Goodbye, Hello, Load, Meet, Message, Role
+from ..transport.messages.messages import FROM_DECODE, Flip, Hello, Load, Meet, Message, Role
 from ..transport.process.reports import Telemetry, with_telemetry
 from ..transport.process.worker_trace import WorkerTrace
 from .parts import WorkerParts
@@ -81,7 +82,7 @@ class WorkerReports:
         return with_telemetry(load, *self._telemetry)
 
 
-LINGER_S = 0.5  # for the last messages
+LINGER_S = 0.5  # at most, for Goodbye's answer, and for the last messages
 
 
 class PlayedRole(ABC):
@@ -98,6 +99,7 @@ class PlayedRole(ABC):
         self._settings, self._process, self._host = settings, process, host
         self._parts = parts = process.open(settings, self.role)
         self._clock, self._tick_s, self._ticked = process.clock, process.times.tick, 0.0
+        self._leaves_by = inf
         self._receiving = ReceivingEnd(
             parts.environment, parts.targets, settings.listen, parts.advertised_host, process.check_bytes
         )
@@ -201,13 +203,13 @@ class PlayedRole(ABC):
                 self._reports.send_heartbeat(now)
 
     def has_ended(self, now: float) -> bool:
-        """Return whether the role has drained; then its coordinators get Goodbye. Raise EngineError if every
-        step fails."""
+        """Return whether the role has drained, and its coordinators have answered its Goodbye or had time to.
+        Raise EngineError if every step fails."""
         self.departure.raise_if_broken()
-        if not self.departure.is_due(now):
-            return False
-        self.links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self.links.incarnation))
-        return True
+        if self._leaves_by == inf and self.departure.is_due(now):
+            self._leaves_by = now + LINGER_S
+            self.links.leave(now)
+        return now >= self._leaves_by or (self._leaves_by < inf and self.links.have_left)
 
     def stop(self) -> None:
         """Release all but the model and the sending end."""

@@ -163,7 +163,7 @@ class Membership:
     def process_ended(self, worker: WorkerRecord, now: float) -> list[Action]:
         """Remove a worker whose process has ended."""
         if worker.draining:
-            return self.goodbye(worker, now)  # its own Goodbye may still be on the way
+            return self._let_go(worker, now)  # its own Goodbye may still be on the way
         return self.lose(worker, "its process has ended", now)
 
     def lose(self, worker: WorkerRecord, reason: str, now: float) -> list[Action]:
@@ -184,13 +184,16 @@ class Membership:
         return actions + self._give_back(worker, lost, now)
 
     def goodbye(self, worker: WorkerRecord, now: float) -> list[Action]:
-        """Remove a worker that has drained."""
+        """Remove a worker that has drained. It waits for the answer."""
+        answer = Send(worker.id, Fenced(coordinator=self._incarnation, reason="it has left"))
+        return [answer, *self._let_go(worker, now)]
+
+    def _let_go(self, worker: WorkerRecord, now: float) -> list[Action]:
         self._remove(worker, DRAINED, now)
         self.num_left += 1
         self.expected_until = now + self._limits.unserved_s
-        return self._give_back(
-            worker, f"{worker.role} worker {worker.hello.worker_id} has left", now, drained=True
-        )
+        left = f"{worker.role} worker {worker.hello.worker_id} has left"
+        return self._give_back(worker, left, now, drained=True)
 
     def _remove(self, worker: WorkerRecord, reason: str, now: float) -> None:
         self._pools.remove(worker, reason)

@@ -121,17 +121,17 @@ def test_what_a_sink_asks_for_comes_after_what_is_being_carried_out(monkeypatch:
     assert turned.sent == [("p", "Alive"), ("p", "Cancel")]
 
 
-def test_a_worker_that_was_removed_meanwhile_is_sent_nothing() -> None:
+def test_a_worker_that_has_left_is_sent_nothing_but_that() -> None:
     _, turned, dispatcher = made()
     goodbye = Goodbye(worker_id="d", incarnation=1)
     dispatcher.receive(
         [(identity_of(*D), load("d")), (identity_of(*P), load("p")), (identity_of(*D), goodbye)]
     )
     turned.turn()
-    assert turned.sent == [("p", "Alive")]
-    dispatcher.receive([(identity_of(*D), load("d"))])
+    assert turned.sent == [("d", "Fenced"), ("p", "Alive")]
+    dispatcher.receive([(identity_of(*D), goodbye)])  # the answer was lost
     turned.turn()
-    assert turned.sent[1:] == [("d", "Fenced")]
+    assert turned.sent[2:] == [("d", "Fenced")]
 
 
 def test_a_message_that_the_lifecycle_fails_on_takes_no_others_tokens_with_it(

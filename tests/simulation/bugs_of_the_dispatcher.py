@@ -11,6 +11,7 @@ import pytest
 from splitserve.coordinator import dispatcher
 from splitserve.coordinator.dispatcher import LifecycleDispatcher
 from splitserve.transport.channels.coordinator_link import identity_of, worker_of
+from splitserve.worker import played_role
 
 Patch = pytest.MonkeyPatch
 
@@ -142,6 +143,7 @@ def tick_before_reading(patch: Patch) -> None:
 
 def remove_an_ended_process_at_once(patch: Patch) -> None:
     patch.setattr(dispatcher, "LAST_MESSAGES_S", 0.0)
+    patch.setattr(played_role, "LINGER_S", 0.0)  # a worker of an earlier version waits for no answer
 
 
 def remove_an_ended_process_without_reading_its_last_messages(patch: Patch) -> None:

@@ -1,5 +1,5 @@
-"""A worker's connection to the coordinator: sends Hello until Welcome, and again under a new incarnation when
-it is fenced."""
+"""A worker's connection to the coordinator: sends Hello until Welcome, again under a new incarnation when it
+is fenced, and in the end Goodbye until it is fenced."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from typing import Protocol
 
 from ..environment import Channel, Network
 from ..messages.fields import WIRE_VERSION
-from ..messages.messages import FROM_COORDINATOR, Alive, Fenced, Hello, Message, OtherVersion, Welcome
+from ..messages.messages import (
+    FROM_COORDINATOR,
+    Alive,
+    Fenced,
+    Goodbye,
+    Hello,
+    Message,
+    OtherVersion,
+    Welcome,
+)
 from ..process.host import EVERYWHERE
 
-HELLO_EVERY_S = 1.0
+HELLO_EVERY_S, GOODBYE_EVERY_S = 1.0, 0.1
 HEARTBEAT_S = 0.25  # until a coordinator names another time
 COMPLAIN_AFTER_S = 4.0  # then after twice as long, and so on
 RECEIVE_LIMIT = 256
@@ -94,7 +103,10 @@ class CoordinatorLink:
         self.heartbeat_s = HEARTBEAT_S
         self.misfit = ""
         """Why no worker of the other role fits this one, as the coordinator has put it; empty: one does."""
-        self._hello_at = float("-inf")
+        self._hello_at = self._goodbye_at = float("-inf")
+        self._leaves = False
+        self.has_left = False
+        """It has left in good order, and the coordinator knows."""
         self._waiting_since: float | None = None
         self._complain_after_s = COMPLAIN_AFTER_S
         self._channel = self._connect()
@@ -113,6 +125,9 @@ class CoordinatorLink:
         messages = []
         for message in self._channel.receive(RECEIVE_LIMIT):
             self._received_at = now
+            if self._leaves:
+                self.has_left = self.has_left or isinstance(message, Fenced)
+                continue
             if isinstance(message, Welcome):
                 self._welcome(message)
             elif isinstance(message, Fenced):
@@ -127,8 +142,17 @@ class CoordinatorLink:
                 messages.append(message)
         return messages
 
+    def leave(self, now: float) -> None:
+        """Receive and send nothing any more but Goodbye, until it is answered: one that is sent while the
+        connection ends is lost, and a worker that ends without one seems to have died."""
+        self._leaves, self.has_left, self.coordinator = True, self.coordinator is None, None
+        self._send_goodbye(now)
+
     def tick(self, now: float) -> None:
-        """Send Hello again where it was not answered."""
+        """Send Hello or Goodbye again where it was not answered."""
+        if self._leaves:
+            self._send_goodbye(now)
+            return
         self._complain(now)
         self._channel.gone_since(now)  # reads the connection's events: a full queue stops ZeroMQ's thread
         if self.coordinator is not None and now - self._received_at >= self._orphaned_after_s:
@@ -139,6 +163,11 @@ class CoordinatorLink:
         if self.coordinator is None and now - self._hello_at >= HELLO_EVERY_S:
             self._hello_at = now
             self.send(self._worker.hello(self.incarnation))
+
+    def _send_goodbye(self, now: float) -> None:
+        if not self.has_left and now - self._goodbye_at >= GOODBYE_EVERY_S:
+            self._goodbye_at = now
+            self.send(Goodbye(worker_id=self._worker_id, incarnation=self.incarnation))
 
     def _note_misfit(self, misfit: str) -> None:
         """Log each change: a worker that gets no work looks healthy otherwise."""

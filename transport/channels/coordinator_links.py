@@ -44,6 +44,7 @@ class CoordinatorLinks:
         self._orphaned_after_s = orphaned_after_s
         self._links: dict[str, CoordinatorLink] = {}
         self._newcomers: list[str] = []
+        self._leaves = False
         self.incarnation = incarnations()
         for address in dict.fromkeys(addresses):
             self._open(address)
@@ -92,9 +93,21 @@ class CoordinatorLinks:
                 self._open(address)
         return messages
 
+    def leave(self, now: float) -> None:
+        """Send every coordinator that has welcomed this worker Goodbye, and nothing after it."""
+        self._leaves = True
+        for link in self._links.values():
+            link.leave(now)
+
+    @property
+    def have_left(self) -> bool:
+        """Whether every coordinator knows that this worker has left."""
+        return all(link.has_left for link in self._links.values())
+
     def tick(self, now: float) -> None:
-        """Follow the coordinators' names; send Hello again where it was not answered."""
-        self._follow_names()
+        """Follow the coordinators' names; send Hello or Goodbye again where it was not answered."""
+        if not self._leaves:
+            self._follow_names()
         for link in list(self._links.values()):
             link.tick(now)
 

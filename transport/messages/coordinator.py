@@ -172,7 +172,7 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """A draining worker holds no request any more, and ends."""
+    """A draining worker holds no request any more, and ends. Sent again until it is answered with Fenced."""
 
     worker_id: Name
     incarnation: Incarnation
@@ -202,7 +202,7 @@ class Alive(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 class Fenced(Message, frozen=True, kw_only=True):
     """The coordinator had declared this incarnation dead: drop all work, take a new incarnation, send Hello
-    again."""
+    again. After Goodbye: the coordinator knows."""
 
     coordinator: Incarnation
     reason: Text

@@ -166,3 +166,35 @@ def test_a_tunnel_that_ends_each_connection_does_not_use_the_link_up(monkeypatch
             tunnel.accept()[0].close()
             link.tick(number / 100)
         link.close()
+
+
+def received(line: Line) -> list[str]:
+    """The names of the messages that come now, at least one."""
+    assert line.router.socket.poll(60_000)
+    return [type(message).__name__ for _, message in line.router.receive(10)]
+
+
+def test_goodbye_is_said_until_it_is_answered(line: Line) -> None:
+    """One that was sent while the connection ended was lost: the worker seemed to have died."""
+    identity = line.receive_hello()
+    line.send(identity, Welcome(coordinator=1, heartbeat_s=0.2))
+    line.link.leave(line.now)
+    assert received(line) == ["Goodbye"]
+    later(line, 0.05)
+    line.send(identity, Alive(coordinator=1))  # of before
+    later(line, 0.06)
+    assert (received(line), line.link.has_left) == (["Goodbye"], False)
+    line.send(identity, Fenced(coordinator=1, reason="it has left"))
+    assert line.link.has_left
+    for _ in range(3):
+        later(line, 5.0)
+    assert line.router.socket.poll(50) == 0  # neither Goodbye nor Hello
+    assert (line.link.coordinator, line.worker.noted) == (None, [("welcomed", 1)])
+
+
+def test_a_coordinator_that_never_welcomed_the_worker_need_not_know_that_it_leaves(line: Line) -> None:
+    line.receive_hello()
+    line.link.leave(line.now)
+    later(line, 5.0)
+    assert line.link.has_left
+    assert line.router.socket.poll(50) == 0

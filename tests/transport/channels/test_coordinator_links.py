@@ -18,6 +18,7 @@ from splitserve.transport.messages.messages import (
     BlockEvents,
     Cancel,
     Fenced,
+    Goodbye,
     Hello,
     Joined,
     Load,
@@ -213,3 +214,15 @@ def test_coordinators_that_come_and_go_by_name() -> None:
     assert cluster.links.alone, "one is left for good"
     assert {type(message) for message in cluster.receive(1)} == {Hello}
     close(cluster)
+
+
+def test_a_worker_has_left_when_every_coordinator_knows_it(two: Cluster) -> None:
+    two.links.leave(0.0)
+    two.links.send(joined(100))
+    left = []
+    for number in range(2):
+        assert [type(message) for message in two.receive(number)] == [Goodbye]
+        assert two.send(number, Cancel(coordinator=100 + number, dispatches=u32([3]))) == []
+        two.send(number, Fenced(coordinator=100 + number, reason="it has left"))
+        left.append(two.links.have_left)
+    assert left == [False, True]
