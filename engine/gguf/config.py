@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from ..errors import ModelConfigError
-from ..model.families import FAMILIES, TensorNames
+from ..model.families import FAMILIES
+from ..model.family import TensorNames
 from ..model.gguf_types import BLOCKS
 from ..model.rope_config import yarn_factor
 from .file import GgufFile

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
 from .config_values import check_kinds, positive_int
-from .families import FAMILIES, TensorNames
+from .families import FAMILIES
+from .family import TensorNames
 from .family_rules import Scales
 from .latent_config import LatentConfig, latent_config
 from .mixture_config import MixtureConfig, mixture_config

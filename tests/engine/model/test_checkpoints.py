@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.batches import HandSequence, make_batch
 from support.engines import engine_config
-from support.families import LATENT
+from support.mixture_families import LATENT
 from support.models import make_checkpoint
 
 from splitserve.bench.models import make_random_llama

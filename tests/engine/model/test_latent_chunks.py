@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.batches import HandSequence, hidden_states, make_batch
 from support.engines import engine_config
-from support.families import LATENT
+from support.mixture_families import LATENT
 from support.models import make_checkpoint
 from support.quantised_models import make_runner, random_tokens
 

@@ -1,0 +1,113 @@
+"""The families without experts, by the architecture that config.json names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .family import Family, TensorNames
+from .family_rules import (
+    cohere_scales,
+    gemma_scales,
+    granite_scales,
+    same_window,
+    windows_by_layer,
+    windows_by_pattern,
+)
+
+COHERE = Family(
+    o_bias="attention_bias", layer_norms=True, parallel=True, interleaved_rope=True, scales=cohere_scales,
+    tensors=TensorNames(post_norm=""), qk_norm="each",
+    defaults={
+        "tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5, "use_qk_norm": False,
+        "rope_theta": 5e5,
+    },
+)  # fmt: skip
+GEMMA_2 = Family(
+    o_bias="attention_bias", unit_norms=True, scales=gemma_scales, windows=windows_by_pattern,
+    tensors=TensorNames(
+        attention_out_norm="post_attention_layernorm", post_norm="pre_feedforward_layernorm",
+        mlp_out_norm="post_feedforward_layernorm",
+    ),
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "vocab_size": 256000,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 8192, "sliding_window": 4096, "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+)  # fmt: skip
+GEMMA_3 = replace(
+    GEMMA_2,
+    qk_norm="head",
+    defaults={
+        **GEMMA_2.defaults, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4, "sliding_window_pattern": 6, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+)  # fmt: skip
+GEMMA_3_IN_PARTS = replace(
+    GEMMA_3,
+    part="text_config",
+    tensors=replace(
+        GEMMA_3.tensors,
+        embed="language_model.model.embed_tokens", layer="language_model.model.layers.{}",
+        norm="language_model.model.norm", head="language_model.lm_head",
+        ignored=("vision_tower.", "multi_modal_projector."),
+    ),
+)  # fmt: skip
+OLMO_2 = Family(
+    o_bias="attention_bias", qk_norm="all",
+    tensors=TensorNames(
+        input_norm="", attention_out_norm="post_attention_layernorm", post_norm="",
+        mlp_out_norm="post_feedforward_layernorm",
+    ),
+    defaults={"rms_norm_eps": 1e-5},
+)  # fmt: skip
+OLMO_3 = replace(
+    OLMO_2,
+    windows=windows_by_pattern,
+    defaults={
+        **OLMO_2.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 5e5,
+        "rope_local_base_freq": 5e5,
+    },
+)  # fmt: skip
+DENSE: dict[str, Family] = {
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": replace(
+        COHERE, windows=windows_by_pattern, windows_only_rope=True,
+        defaults={
+            **COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1e4,
+        },
+    ),
+    "Gemma2ForCausalLM": GEMMA_2,
+    "Gemma3ForCausalLM": GEMMA_3,
+    "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,
+    "Glm4ForCausalLM": Family(
+        interleaved_rope=True,
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5,
+        },
+        tensors=TensorNames(
+            attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm",
+            gate="mlp.gate_up_proj", up="",
+        ),
+    ),
+    "GraniteForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales),
+    "LlamaForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "MistralForCausalLM": Family(windows=same_window, defaults={"sliding_window": 4096}),
+    "Olmo2ForCausalLM": OLMO_2,
+    "Olmo3ForCausalLM": OLMO_3,
+    "Phi3ForCausalLM": Family(
+        qkv_bias=False, windows=same_window, defaults={"rms_norm_eps": 1e-5},
+        tensors=TensorNames(q="self_attn.qkv_proj", k="", v="", gate="mlp.gate_up_proj", up=""),
+    ),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, windows=windows_by_layer, defaults={"sliding_window": 4096}),
+    "Qwen3ForCausalLM": Family(
+        o_bias="attention_bias", qk_norm="head", windows=windows_by_layer,
+        defaults={"head_dim": 128, "sliding_window": 4096},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        o_bias="attention_bias", mlp_bias="mlp_bias", windows=windows_by_layer,
+        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4, "rope_theta": 2e6},
+    ),
+}  # fmt: skip

@@ -1,0 +1,79 @@
+"""How a model family reads its config.json and names its checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .family_rules import Scales, Windows, full_attention, plain_scales
+from .mixture_config import MixtureNames
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names in the checkpoint, without ``.weight`` and ``.bias``. The layer's are within ``layer``.
+
+    A norm named "" is not there. Where ``k`` and ``v`` are "", ``q`` holds all three, one after the other; so
+    does ``gate`` where ``up`` is "".
+    """
+
+    embed: str = "model.embed_tokens"
+    layer: str = "model.layers.{}"
+    input_norm: str = "input_layernorm"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    o: str = "self_attn.o_proj"
+    attention_out_norm: str = ""
+    post_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = ""
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    sinks: str = ""  # the whole name; see ``AttentionInputs``
+    kv_scales: tuple[str, str] = ("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale")  # {0}: k or v
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A bias is there always (True), never (False), or where config.json sets the key that is named.
+
+    qk_norm           RMSNorm of each head, or of all heads of q and all of k together; or LayerNorm of each
+                      head with a weight of its own, where config.json sets ``use_qk_norm``
+    unit_norms        norms multiply by 1 + weight
+    layer_norms       norms subtract the mean first
+    parallel          attention and MLP have the same input, and both are added to the residual
+    interleaved_rope  the numbers of a pair that is rotated lie side by side in the checkpoint
+    windows_only_rope layers that attend to all tokens have no rope
+    defaults          of keys that config.json lacks
+    latent            attention is latent (DeepSeek)
+    mixture           names of the experts' tensors; None: all MLPs are dense
+    part              the key of config.json below which the text model is described; "": it is the whole
+    """
+
+    qkv_bias: bool | str = "attention_bias"
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: Literal["", "head", "all", "each"] = ""
+    unit_norms: bool = False
+    layer_norms: bool = False
+    parallel: bool = False
+    interleaved_rope: bool = False
+    windows_only_rope: bool = False
+    scales: Callable[[dict[str, Any], int], Scales] = plain_scales
+    windows: Callable[[dict[str, Any], int], Windows] = full_attention
+    tensors: TensorNames = TensorNames()
+    latent: bool = False
+    mixture: MixtureNames | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    part: str = ""
+
+    def config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return config.json of the text model, with the family's defaults."""
+        return {**self.defaults, **config, **(config.get(self.part) or {})}

@@ -1,0 +1,109 @@
+"""The small checkpoints of mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+Families: TypeAlias = dict[str, tuple[type[PreTrainedModel], Callable[..., Any], dict[str, Any]]]
+"""By name: the model's class, its configuration's, and what differs from ``families.SMALL``."""
+LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 4,
+}
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+MIXTURES: Families = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "intermediate_size": 48}),
+    "deepseek2": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            **LATENT,
+            "q_lora_rank": 40,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": DEEPSEEK_ROPE,
+        },
+    ),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 56,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "head_dim": 16,
+        },
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+}
