@@ -14,8 +14,8 @@ from typing import Protocol
 
 from ..transport.channels.coordinator_link import identity_of, worker_of
 from ..transport.environment import ControlSocket, Timer, Timers
-from ..transport.messages.messages import Fenced, Hello, Message, OtherVersion, Role
-from .lifecycle.actions import Action, End, Push, PushPromptLogprobs, Send
+from ..transport.messages.messages import Hello, Message, Role
+from .lifecycle.actions import Action, End, Push, PushPromptLogprobs, Send, is_for_strangers
 from .lifecycle.flips import FlipRecord
 from .lifecycle.lifecycle import Lifecycle
 from .lifecycle.membership import DRAINED
@@ -67,6 +67,7 @@ class LifecycleDispatcher:
         self._version = -1  # of the pools, when ``_known`` was taken
         self._adapters: Mapping[str, str] = {}  # that were served then
         self._conflicts = frozenset[str]()  # that were logged
+        self._refused: Mapping[str, str] = {}  # that were logged
         self._pending: list[Action] = []
         self._carrying_out = False
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
@@ -156,6 +157,9 @@ class LifecycleDispatcher:
             self._core.connection_lost()
         self._carry_out(self._core.tick(now))
         self._note_changes()
+        before, self._refused = self._refused, self._core.refused(now)
+        for worker, reason in self._refused.items() - before.items():
+            self._log.warning("worker %s is refused: %s", worker, reason)
 
     # --- actions ----------------------------------------------------------------------------------------
 
@@ -232,7 +236,7 @@ class LifecycleDispatcher:
         now = self._timers.now()
         for worker, messages in outbox.items():
             if worker not in self._core.pools.workers:
-                messages = [message for message in messages if isinstance(message, Fenced | OtherVersion)]
+                messages = list(filter(is_for_strangers, messages))
             if not messages:
                 continue
             try:

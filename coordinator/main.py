@@ -19,6 +19,7 @@ import uvloop
 from ..transport.channels.keys import KeyFile
 from ..transport.messages.fields import incarnations
 from ..transport.process.heap import settle_heap
+from ..transport.process.vocabulary import vocabulary_name
 from .background import background, follow
 from .generate.reader.allocator import give_memory_back
 from .http.access.operators import make_admin_key
@@ -159,6 +160,7 @@ def _stop_events(place: Place) -> tuple[asyncio.Event, asyncio.Event]:
 
 
 def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle) -> ServedModel:
+    lifecycle.pools.vocabulary = vocabulary_name(settings.model)
     lifecycle.pools.adapters.taken = frozenset((settings.model_name, *settings.served_model_name.split(",")))
     return ServedModel.load(
         settings.model,

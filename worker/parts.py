@@ -76,6 +76,7 @@ class ModelFacts:
     num_layers: int
     device_type: str = "cpu"
     device_uuid: str = ""
+    vocabulary: str = ""  # its tokenizer's, by name
     start_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of its start, by name
 
 

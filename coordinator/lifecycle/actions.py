@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...transport.messages.messages import Message, TokenLogprobs
+from ...transport.messages.messages import Alive, Fenced, Message, OtherVersion, TokenLogprobs
 from .request import Ended, Request
 from .worker import WorkerId
 
@@ -37,6 +37,11 @@ class Send(NamedTuple):
 
     worker: WorkerId
     message: Message
+
+
+def is_for_strangers(message: Message) -> bool:
+    """Return whether a worker that is not one of the pools' is sent this: it is fenced or refused."""
+    return isinstance(message, Fenced | OtherVersion) or (isinstance(message, Alive) and message.misfit != "")
 
 
 Action = Push | PushPromptLogprobs | End | Send

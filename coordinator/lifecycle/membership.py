@@ -47,7 +47,11 @@ seem to reach a dead one. Counted, not timed: a coordinator that stands still ju
 once, too early."""
 FENCE_EVERY_S, FORGET_FENCED_S = 1.0, 60.0
 FORGET_REFUSED_S = 10.0
-"""A worker that is refused for its wire version sends Hello again every second."""
+"""A worker that is refused sends Hello again every second."""
+OTHER_VOCABULARY = (
+    "its tokenizer.json has another vocabulary than the coordinator's, so every answer would be wrong text: "
+    "start both with the same --model"
+)
 
 
 class Membership:
@@ -65,7 +69,7 @@ class Membership:
         self._incarnation, self._limits = incarnation, limits
         self._pools, self._machine, self._flips, self._forecast = pools, machine, flips, forecast
         self._fenced: dict[WorkerId, float] = {}
-        self._refused: dict[str, tuple[float, OtherVersion]] = {}  # when last, by worker id
+        self._refused: dict[str, tuple[float, str]] = {}  # when last, and why, by worker id
         self._num_probes = 0  # that are still to be sent to all
         self.expected_until = float("-inf")  # workers that left in good order are expected back until then
         self.num_lost = 0
@@ -77,8 +81,7 @@ class Membership:
         """Take in a worker, or a new incarnation of one."""
         if worker_id != (hello.worker_id, hello.incarnation):
             return []  # the socket has another name than the message
-        if (holder := self._pools.on_another_host(hello)) is not None:
-            why = f"a worker on {holder.host.partition('/')[0]} has the name {hello.worker_id}, and lives"
+        if why := self._objection(hello, now):
             return [Send(worker_id, Alive(coordinator=self._incarnation, misfit=why))]
         actions: list[Action] = []
         for replaced in self._pools.add(hello, now):
@@ -87,17 +90,26 @@ class Membership:
             self._flips.came(self._pools.workers[worker_id], now)
         return [*actions, self._welcome(worker_id)]
 
+    def _objection(self, hello: Hello, now: float) -> str:
+        """Return why this worker is not taken in; empty: it is."""
+        if (holder := self._pools.on_another_host(hello)) is not None:
+            return f"a worker on {holder.host.partition('/')[0]} has the name {hello.worker_id}, and lives"
+        if not (hello.vocabulary and self._pools.vocabulary) or hello.vocabulary == self._pools.vocabulary:
+            return ""
+        self._refused[hello.worker_id] = now, OTHER_VOCABULARY
+        return OTHER_VOCABULARY
+
     def refuse(self, worker_id: WorkerId, hello: OtherVersion, now: float) -> list[Action]:
         """Answer a worker whose wire version is no neighbour of ours."""
-        self._refused[worker_id[0]] = now, hello
+        self._refused[worker_id[0]] = now, hello.sentence
         return [Send(worker_id, OtherVersion())]
 
     def refused(self, now: float) -> dict[str, str]:
-        """Return the workers that are refused for their wire version, each with a sentence."""
+        """Return the workers that are refused for their wire version or vocabulary, each with a sentence."""
         self._refused = {
             name: last for name, last in self._refused.items() if now - last[0] < FORGET_REFUSED_S
         }
-        return {name: hello.sentence for name, (_, hello) in self._refused.items()}
+        return {name: sentence for name, (_, sentence) in self._refused.items()}
 
     def load(self, worker: WorkerRecord, load: Load, now: float) -> list[Action]:
         """Take a heartbeat: compare what the worker holds, and repeat what it has not received."""

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from support.adapted_bench import Adapted
 
+from splitserve.coordinator.dispatcher import TICK_S
 from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
 from splitserve.coordinator.lifecycle.membership import DRAINED
@@ -20,10 +21,13 @@ from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.fields import WIRE_VERSION
 from splitserve.transport.messages.messages import (
     FROM_COORDINATOR,
+    Alive,
     Goodbye,
     Hello,
+    Message,
     ModelIdentity,
     OtherVersion,
+    Welcome,
 )
 from splitserve.transport.process.host import host_identity
 
@@ -124,6 +128,41 @@ async def test_a_worker_of_another_wire_version_is_refused_on_both_sides_and_sho
     assert not core.pools.workers
     assert core.refused(time.monotonic() + 60.0) == {}
     dispatcher.stop()
+
+
+async def test_a_worker_of_another_vocabulary_is_refused_on_both_sides_and_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was taken in, and every answer was wrong text."""
+    core, dispatcher = _patient()
+    core.pools.vocabulary = "ours"
+    with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
+        answers: list[Message] = []
+        for vocabulary in ("theirs", "theirs", "ours"):
+            worker.send(replace(_hello("elsewhere", 1), vocabulary=vocabulary))
+            deadline = time.monotonic() + DEADLINE_S
+            while not worker.readable:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            answers += worker.receive(1)
+            if vocabulary == "theirs":
+                await asyncio.sleep(2 * TICK_S)
+                assert not core.pools.workers
+                assert "worker p is refused: its tokenizer.json has another vocabulary" in dispatcher.gap()
+    assert [type(answer) for answer in answers] == [Alive, Alive, Welcome]
+    assert "start both with the same --model" in getattr(answers[0], "misfit", "")
+    assert caplog.text.count("worker p is refused: its tokenizer.json has another vocabulary") == 1
+    dispatcher.stop()
+
+
+@pytest.mark.parametrize("names", [("", "theirs"), ("ours", "")])
+def test_a_vocabulary_without_a_name_is_not_compared(names: tuple[str, str]) -> None:
+    """A worker of an earlier version, a GGUF file."""
+    core = Lifecycle(7, "hybrid")
+    core.pools.vocabulary, vocabulary = names
+    hello = replace(_hello("elsewhere", 1), vocabulary=vocabulary)
+    core.receive(("p", 1), hello, 0.0)
+    assert list(core.pools.workers) == [("p", 1)]
 
 
 def _patient() -> tuple[Lifecycle, SocketDispatcher]:

@@ -10,19 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.channels import VirtualChannel, VirtualListener, VirtualNetwork
 
-from splitserve.coordinator.lifecycle.actions import Send
+from splitserve.coordinator.lifecycle.actions import Send, is_for_strangers
 from splitserve.coordinator.lifecycle.worker import WorkerId, WorkerRecord
 from splitserve.transport.channels.coordinator_link import identity_of, worker_of
-from splitserve.transport.messages.messages import (
-    FROM_WORKER,
-    Fenced,
-    Hello,
-    Message,
-    Move,
-    OtherVersion,
-    Prefill,
-    Resume,
-)
+from splitserve.transport.messages.messages import FROM_WORKER, Hello, Message, Move, Prefill, Resume
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
@@ -236,7 +227,7 @@ class SendCheck:
                 self._violated(f"a {type(due[0]).__name__} to {worker[0]} was never sent")
 
     def _may_get(self, worker: WorkerId, message: Message) -> bool:
-        return worker in self._core.pools.workers or isinstance(message, Fenced | OtherVersion)
+        return worker in self._core.pools.workers or is_for_strangers(message)
 
     def _note_returned(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:

@@ -53,6 +53,7 @@ class Hello(Message, frozen=True, kw_only=True):
     model: ModelIdentity
     max_model_len: Count
     vocab_size: Count
+    vocabulary: Annotated[str, Meta(max_length=64)] = ""  # its name; empty: it cannot be compared
     num_blocks: Count
     max_num_seqs: Count
     max_batch_tokens: Count

@@ -1,0 +1,54 @@
+"""The name of a vocabulary changes with its pieces and their ids, and with nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitserve.transport.process.vocabulary import vocabulary_name
+
+PIECES = {"a": 0, "b": 1, "ab": 2}
+BPE = {"model": {"type": "BPE", "vocab": PIECES, "merges": ["a b"]}, "added_tokens": []}
+
+
+def name_of(folder: Path, tokenizer: Any, **form: Any) -> str:
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, **form))
+    return vocabulary_name(folder)
+
+
+def test_equal_pieces_have_one_name_however_the_file_is_written(tmp_path: Path) -> None:
+    name = name_of(tmp_path, BPE)
+    assert len(name) == 32
+    more = {"id": 3, "content": "<pad>", "special": True}
+    assert name_of(tmp_path, {**BPE, "added_tokens": [more]}, indent=2) == name
+    turned = dict(reversed(PIECES.items()))
+    assert name_of(tmp_path, {"model": {**BPE["model"], "vocab": turned}}) == name
+
+
+@pytest.mark.parametrize(
+    "pieces", [{"a": 1, "b": 0, "ab": 2}, {**PIECES, "aa": 3}, {"a": 0, "c": 1, "ab": 2}]
+)
+def test_other_pieces_have_another_name(tmp_path: Path, pieces: dict[str, int]) -> None:
+    name = name_of(tmp_path, BPE)
+    assert name_of(tmp_path, {"model": {"vocab": pieces}}) not in ("", name)
+
+
+def test_scores_of_unigrams_do_not_count(tmp_path: Path) -> None:
+    names = {name_of(tmp_path, {"model": {"vocab": [["a", score], ["b", -2.0]]}}) for score in (0.0, -1.0)}
+    names.add(name_of(tmp_path, {"model": {"vocab": [["b", 0.0], ["a", -2.0]]}}))
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": {"vocab": 3}}', '{"model": {"vocab": [1]}}'])
+def test_what_cannot_be_read_is_not_compared(tmp_path: Path, text: str) -> None:
+    assert vocabulary_name(tmp_path) == ""
+    (tmp_path / "tokenizer.json").write_text(text)
+    assert vocabulary_name(tmp_path) == ""
+
+
+def test_a_gguf_files_is_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    assert name_of(tmp_path, BPE) == ""
