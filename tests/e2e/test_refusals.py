@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 import time
@@ -53,6 +55,17 @@ def test_nonsense_is_refused_in_openais_words(cluster: Cluster, body: dict[str, 
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+def of_other_pieces(model: Path, folder: Path) -> Path:
+    """The same checkpoint, in which two pieces have changed places."""
+    shutil.copytree(model, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    pieces = tokenizer["model"]["vocab"]
+    first, second, *_ = pieces
+    pieces[first], pieces[second] = pieces[second], pieces[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
 def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
     tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -75,6 +88,11 @@ def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
             assert time.monotonic() - start < LifecycleLimits().unserved_s, "it waits for nobody"
             assert refused.status_code == 503
             assert "retry-after" in refused.headers
+            stranger = ["decode", "--model", str(of_other_pieces(tiny[0], tmp_path / "other")), *roles[2][3:]]
+            processes.append(subprocess.Popen([*spawn, *stranger], stdout=log, stderr=log))
+            why = "its tokenizer.json has another vocabulary than the coordinator's"
+            wait_for("both know", lambda: (tmp_path / "log").read_text().count(why) == 2)
+            assert why in HTTP.post(f"{url}/v1/completions", json=body).json()["error"]["message"]
             processes += [subprocess.Popen([*spawn, *role], stdout=log, stderr=log) for role in roles[1:]]
             wait_for("ready", lambda: answers(f"{url}/ready"))
             assert HTTP.post(f"{url}/v1/completions", json=body).status_code == 200
