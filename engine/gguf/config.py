@@ -1,18 +1,16 @@
-"""config.json and the tensors' names of a GGUF file, as the Hugging Face checkpoint that it was made from has
-them. The keys: llama.cpp's convert_hf_to_gguf.py and gguf's constants."""
+"""config.json of a GGUF file, as the Hugging Face checkpoint that it was made from has it. The keys:
+llama.cpp's convert_hf_to_gguf.py and gguf's constants."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from ..errors import ModelConfigError
-from ..model.families import FAMILIES
-from ..model.family import TensorNames
 from ..model.gguf_types import BLOCKS
 from ..model.rope_config import yarn_factor
 from .file import GgufFile
+from .tensors import FACTORS, tensors_of
 
 
 class Architecture(NamedTuple):
@@ -35,15 +33,12 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "smollm3": Architecture("SmolLM3ForCausalLM", side_by_side=True),
 }
-NAMES = {
-    "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "q": "attn_q",
-    "k": "attn_k", "v": "attn_v", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o": "attn_output",
-    "attention_out_norm": "post_attention_norm", "post_norm": "ffn_norm", "mlp_out_norm": "post_ffw_norm",
-    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
-}  # fmt: skip
-"""By the fields of TensorNames."""
-OUTSIDE = ("embed", "norm", "head")  # of the layers
-FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+MIXTURES = {
+    "llama": Architecture("MixtralForCausalLM", side_by_side=True),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM"),
+}
+"""By the name of the architecture, where the file has experts."""
 NUMBERS = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
@@ -56,7 +51,9 @@ OPTIONAL = {
     "rope_local_base_freq": "rope.freq_base_swa", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping", "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale", "is_causal": "attention.causal",
+    "logits_scaling": "logit_scale", "is_causal": "attention.causal", "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }  # fmt: skip
 ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
@@ -84,6 +81,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    if file.architecture == "qwen3moe":
+        config["norm_topk_prob"] = True
     config |= _rope(file, head_dim) | _windows(file, config) | _gemma(file, config)
     if architecture.side_by_side:
         config["rope_interleave"] = True
@@ -92,43 +91,16 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     return config | _special_ids(file)
 
 
-def names_of(file: GgufFile, family: str) -> dict[str, str]:
-    """The family's name of each tensor, by the file's; what is in no checkpoint is left out."""
-    return {
-        name: _name(name, FAMILIES[family].tensors)
-        for name in file.tensors
-        if name not in FACTORS and not name.endswith(".rope_freqs.weight")
-    }
-
-
-def _name(name: str, names: TensorNames) -> str:
-    """The family's name of ``blk.3.attn_q.weight``; the name itself where it has none."""
-    stem, _, end = name.rpartition(".")
-    layer = ""
-    if stem.startswith("blk."):
-        _, number, stem = stem.split(".", 2)
-        layer = f"{names.layer.format(number)}."
-    theirs = dict(NAMES)
-    if not names.k:
-        theirs["q"] = "attn_qkv"
-    if not names.up:
-        theirs["gate"] = "ffn_up"
-    own = {theirs[field.name]: getattr(names, field.name) for field in fields(names) if field.name in theirs
-           and (field.name in OUTSIDE) == (not layer) and getattr(names, field.name)}  # fmt: skip
-    return f"{layer}{own[stem]}.{end}" if stem in own else name
-
-
 def _architecture(file: GgufFile) -> Architecture:
-    name = file.architecture
-    if name in ARCHITECTURES and not file.own("expert_count"):
+    name, of_experts = file.architecture, bool(file.own("expert_count"))
+    known = MIXTURES if of_experts else ARCHITECTURES
+    if name in known:
         windows = name == "olmo2" and file.own("attention.sliding_window")  # the name is OLMo 3's, too
-        return Architecture("Olmo3ForCausalLM") if windows else ARCHITECTURES[name]
-    experts = file.own("expert_count")
-    missing = ": experts are not read from GGUF; take the model's safetensors" if experts else ""
-    nearest = get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)
+        return Architecture("Olmo3ForCausalLM") if windows else known[name]
+    nearest = get_close_matches(name, known, n=1, cutoff=0.0)
     raise ModelConfigError(
-        f"{file.path}: architecture {name or 'none'} is not supported{missing}; nearest is "
-        f"{nearest[0] if nearest else 'llama'} (supported: {', '.join(ARCHITECTURES)})"
+        f"{file.path}: architecture {name or 'none'}{' of experts' if of_experts else ''} is not supported; "
+        f"nearest is {nearest[0] if nearest else 'llama'} (supported: {', '.join(known)})"
     )
 
 
@@ -200,9 +172,9 @@ def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 def _types(file: GgufFile, family: str) -> dict[str, list[str]]:
     """Modules of quantised weights, by type."""
     found: dict[str, list[str]] = {}
-    for name, ours in sorted(names_of(file, family).items(), key=lambda pair: pair[1]):
-        if (kind := file.tensors[name].kind) in BLOCKS:
-            found.setdefault(kind, []).append(ours.removesuffix(".weight"))
+    for name, tensor in sorted(tensors_of(file, family).items()):
+        if tensor.kind in BLOCKS:
+            found.setdefault(tensor.kind, []).append(name.removesuffix(".weight"))
     return found
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from ..errors import ModelConfigError
 from ..model.gguf_types import TABLE, WEIGHTS
-from .config import config_of, names_of
+from .config import config_of
 from .file import GgufFile
+from .tensors import tensors_of
 from .tokenizer import tokenizer_config_of, tokenizer_of
 
-FORMAT = 2
+FORMAT = 3
 """Increased whenever the folder's content changes."""
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """Files that are taken in place of the metadata where they lie beside the GGUF file."""
@@ -34,11 +35,9 @@ def _fill(folder: Path, file: GgufFile) -> None:
     path = file.path
     config = config_of(file)
     _write(folder / "config.json", config)
-    names = names_of(file, config["architectures"][0])
     entries = {
-        ours: {"dtype": found.kind, "shape": found.shape, "data_offsets": (found.begin, found.end)}
-        for name, ours in names.items()
-        for found in [file.tensors[name]]
+        name: {"dtype": found.kind, "shape": found.shape, "data_offsets": (found.begin, found.end)}
+        for name, found in tensors_of(file, config["architectures"][0]).items()
     }
     _write(folder / TABLE, entries)
     (folder / WEIGHTS).symlink_to(path.resolve())

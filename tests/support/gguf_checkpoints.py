@@ -47,6 +47,9 @@ def write_gguf(
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], c.num_hidden_layers)
     state = dict(model.named_parameters())
     for name, tensor in state.items():
+        if "experts." in name:
+            _add_experts(writer, name, tensor, kind_of)
+            continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         data = tensor.detach().float().numpy()
@@ -57,7 +60,7 @@ def write_gguf(
         if data.ndim == 1:
             writer.add_tensor(theirs, data)
             continue
-        kind = kind_of(theirs)
+        kind = "F32" if "ffn_gate_inp" in theirs else kind_of(theirs)
         blocks = quantised(data, kind)
         writer.add_tensor(theirs, blocks, raw_dtype=Type[kind])
         wide = gguf.quants.dequantize(blocks, Type[kind]).astype(np.float32)
@@ -68,6 +71,25 @@ def write_gguf(
         step()
     writer.close()
     return model
+
+
+def _add_experts(
+    writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind_of: Callable[[str], str]
+) -> None:
+    """Add the tensors of a layer's experts, as the converter makes them, and take their dequantised weights
+    over. ``tensor``: [experts, outputs, inputs], outputs of gates before those of ups."""
+    _, _, layer, *_, of = name.split(".")
+    parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}[of]
+    wide = []
+    for part, data in zip(parts, tensor.detach().float().chunk(len(parts), dim=1), strict=True):
+        theirs = f"blk.{layer}.ffn_{part}_exps.weight"
+        kind = kind_of(theirs)
+        blocks = quantised(data.reshape(-1, data.shape[-1]).numpy(), kind)
+        writer.add_tensor(theirs, blocks.reshape(*data.shape[:2], -1), raw_dtype=Type[kind])
+        plain = gguf.quants.dequantize(blocks, Type[kind]).astype(np.float32)
+        wide.append(torch.from_numpy(np.array(plain)).view(data.shape))
+    with torch.no_grad():
+        tensor.copy_(torch.cat(wide, dim=1))
 
 
 def side_by_side(rows: Array, num_heads: int) -> Array:

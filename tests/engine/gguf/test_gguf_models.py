@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.engines import engine_config
 from support.gguf_checkpoints import write_gguf
 from support.models import make_checkpoint
 from support.quantised_models import (
@@ -24,11 +22,9 @@ from support.quantised_models import (
 )
 from transformers import PreTrainedModel
 
-from splitserve.engine.engine_config import check_formats
-from splitserve.engine.errors import ModelConfigError, WeightsError
 from splitserve.engine.gguf.folder import write_folder
 from splitserve.engine.model.gguf_blocks import weight_of_blocks
-from splitserve.engine.model.gguf_types import BLOCKS, TABLE, WEIGHTS, packed_bytes
+from splitserve.engine.model.gguf_types import BLOCKS, packed_bytes
 from splitserve.engine.model.model_folder import check_model_folder, content_names
 from splitserve.engine.model.weights import Checkpoint
 
@@ -50,6 +46,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama2": ("llama", {}, {}),
     "llama3": ("llama", {}, {}),
     "llama_linear": ("llama", {}, {}),
+    "mixtral": ("llama", {"intermediate_size": 64}, {"expert_count": 4, "expert_used_count": 2}),
+    "qwen2_moe": (
+        "qwen2moe",
+        {"decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 64},
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 32,
+            "expert_shared_feed_forward_length": 64,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3moe",
+        {"moe_intermediate_size": 64, "head_dim": 32},
+        {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64},
+    ),
     "llama_biases": ("llama", {"mlp_bias": False}, {}),
     "qwen2": ("qwen2", {}, {}),
     "qwen2_yarn": ("qwen2", {}, {}),
@@ -76,15 +88,23 @@ def mixed(name: str) -> str:
     return "Q6_K" if name.startswith(("token_embd", "output")) or "attn_v" in name else "Q4_K"
 
 
+def mixed_experts(name: str) -> str:
+    return "Q6_K" if "ffn_down_exps" in name else mixed(name)
+
+
 def make(
-    folder: Path, family: str, kind_of: Callable[[str], str] = small, **changes: Any
+    folder: Path,
+    family: str,
+    kind_of: Callable[[str], str] = small,
+    more_keys: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> tuple[Path, PreTrainedModel]:
     """A folder that stands for a GGUF file of the family, and the model with its dequantised weights."""
     architecture, own, keys = CASES[family]
     made, out = folder / "made", folder / "out"
     model = make_checkpoint(made, family, **{**own, **changes})
     out.mkdir()
-    reference = write_gguf(made / "small.gguf", model, architecture, kind_of, **keys)
+    reference = write_gguf(made / "small.gguf", model, architecture, kind_of, **{**keys, **(more_keys or {})})
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (made / name).unlink()
     write_folder(made / "small.gguf", out)
@@ -113,6 +133,27 @@ def test_a_type(tmp_path: Path, kind: str, tied: bool, tried: Callable[[str, str
         tie_word_embeddings=tied,
     )
     assert_same_function(make_runner(folder), reference)
+
+
+def test_experts_of_several_types_have_the_same_bits_in_chunks_and_steps(
+    tmp_path: Path, tried: Callable[[str, str, str], None]
+) -> None:
+    tried("qwen3_moe", "gguf", "mixed")
+    folder, reference = make(
+        tmp_path,
+        "qwen3_moe",
+        mixed_experts,
+        {"expert_feed_forward_length": 256},
+        hidden_size=256,
+        intermediate_size=256,
+        moe_intermediate_size=256,
+        num_hidden_layers=2,
+        head_dim=64,
+    )
+    runner = make_runner(folder, exact=True)
+    assert_same_function(runner, reference)
+    prompt = random_tokens(PROMPT_LEN, seed=7)
+    assert torch.equal(all_logits(runner, prompt[:9]), all_logits(runner, prompt)[:9])
 
 
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -201,90 +242,3 @@ def test_files_beside_it_are_taken_in_place_of_its_metadata(tmp_path: Path) -> N
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (made / name).read_bytes()
     assert not (out / "chat_template.jinja").exists()
-
-
-def refused(tmp_path: Path, family: str, **keys: Any) -> str:
-    made, out = tmp_path / "made", tmp_path / "out"
-    model = make_checkpoint(made, family)
-    out.mkdir()
-    write_gguf(made / "a.gguf", model, CASES[family][0], small, **keys)
-    with pytest.raises(ModelConfigError) as error:
-        write_folder(made / "a.gguf", out)
-    return str(error.value)
-
-
-def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
-    experts = refused(tmp_path / "experts", "llama2", expert_count=8)
-    assert "architecture llama is not supported: experts are not read from GGUF" in experts
-    lengths = refused(tmp_path / "lengths", "llama2", **{"attention.value_length": 8})
-    assert "values of another length than keys" in lengths
-    scaling = refused(tmp_path / "scaling", "llama2", **{"rope.scaling.type": "ntk"})
-    assert "rope scaling 'ntk' is not supported" in scaling
-    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
-    both = refused(tmp_path / "both", "llama3", **yarn)
-    assert "rope scaling 'yarn' beside a tensor of factors is not supported" in both
-
-
-def write_bare(path: Path, architecture: str, kind: str = "F32", **metadata: int) -> Path:
-    writer = gguf.GGUFWriter(path, architecture)
-    for name, value in metadata.items():
-        writer.add_uint16(name.replace("__", "."), value)
-    blocks = np.zeros((1, 256), np.float32)
-    if kind != "F32":
-        blocks = np.zeros((1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]), np.uint8)
-    writer.add_tensor("token_embd.weight", blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_other_architectures_types_and_parts_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.gguf"
-    with pytest.raises(ModelConfigError, match=r"architecture mamba is not supported; nearest.*gemma2"):
-        write_folder(write_bare(path, "mamba"), tmp_path)
-    with pytest.raises(ModelConfigError, match=r"has no llama.embedding_length"):
-        write_folder(write_bare(path, "llama"), tmp_path)
-    with pytest.raises(ModelConfigError, match=r"type IQ4_XS are not supported .supported: Q2_K.*Q4_K_M"):
-        write_folder(write_bare(path, "llama", "IQ4_XS"), tmp_path)
-    with pytest.raises(ModelConfigError, match="one of several parts; join them"):
-        write_folder(write_bare(path, "llama", split__count=2), tmp_path)
-
-
-@pytest.mark.parametrize("left", [0, 3, 40, 200, 3000, -64])
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, left: int) -> None:
-    path = write_bare(tmp_path / "a.gguf", "llama")
-    path.write_bytes(path.read_bytes()[:left])
-    expected = "is no GGUF file: it begins with" if 0 <= left < 4 else "is cut short or damaged|has no llama"
-    with pytest.raises(ModelConfigError, match=expected):
-        write_folder(path, tmp_path)
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    "value", [struct.pack("<IIQ", 9, 0, 1 << 40), struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20_000]
-)
-def test_an_array_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path, value: bytes) -> None:
-    """It was read on behind the end, until the memory was full."""
-    (path := tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + value)
-    with pytest.raises(ModelConfigError, match="is cut short or damaged"):
-        write_folder(path, tmp_path)
-
-
-def test_a_file_that_was_replaced_by_a_shorter_one_is_refused(tmp_path: Path) -> None:
-    folder, _ = make(tmp_path, "llama2")
-    assert (folder / TABLE).is_file()
-    source = (folder / WEIGHTS).resolve()
-    source.write_bytes(source.read_bytes()[:-4096])
-    with pytest.raises(WeightsError, match=r"not a readable GGUF file .*download it again"):
-        check_model_folder(folder)
-
-
-def test_blocks_are_refused_on_gpus(tmp_path: Path) -> None:
-    folder, _ = make(tmp_path, "llama2")
-    plain, _ = make(tmp_path / "plain", "llama2", lambda name: "BF16")
-    gpu = torch.device("cuda", 0)
-    check_formats(engine_config(plain).settings, check_model_folder(plain), gpu)
-    with pytest.raises(ModelConfigError, match=r"GGUF have kernels on CPUs only.*use --device cpu"):
-        check_formats(engine_config(folder).settings, check_model_folder(folder), gpu)
