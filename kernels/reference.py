@@ -91,7 +91,9 @@ def routes(logits: Tensor, shape: MixtureShape, correction: Tensor | None = None
     """logits [num_tokens, num_experts] -> each token's experts, ascending, int64 [num_tokens, num_chosen],
     and their weights, float32."""
     wide = logits.float()
-    choice = wide.sigmoid() if shape.sigmoid else wide
+    scored = shape.sigmoid or correction is not None
+    scores = wide.sigmoid() if shape.sigmoid else wide.softmax(-1)
+    choice = scores if scored else wide
     if correction is not None:
         choice = choice + correction
     if shape.num_groups > 1:
@@ -102,8 +104,8 @@ def routes(logits: Tensor, shape: MixtureShape, correction: Tensor | None = None
         choice = groups.masked_fill(left_out[..., None], -torch.inf).flatten(1)
     order = choice.sort(dim=-1, descending=True, stable=True).indices
     chosen = order[:, : shape.num_chosen].sort(dim=-1).values
-    if shape.sigmoid:
-        weights = wide.sigmoid().gather(1, chosen)
+    if scored:
+        weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) if shape.normalized else 1.0)
     elif shape.normalized:
         weights = wide.gather(1, chosen).softmax(-1)

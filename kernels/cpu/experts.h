@@ -27,6 +27,15 @@ static void keep_groups(const RouteArgs& g, float* choice, float* bests) {
   }
 }
 
+// `padded`: n and what fills the last register, -INFINITY.
+static void softmax_row(float* values, int64_t n, int64_t padded) {
+  float highest = -INFINITY, total = 0;
+  for (int64_t i = 0; i < n; ++i) highest = values[i] > highest ? values[i] : highest;
+  for (int64_t i = 0; i < padded; i += W) store(values + i, vexp(load(values + i) - highest));
+  for (int64_t i = 0; i < n; ++i) total += values[i];
+  for (int64_t i = 0; i < n; ++i) values[i] /= total;
+}
+
 template <class T>
 static void route_row(const RouteArgs& g, const T* logits, int32_t* experts, float* weights, float* values) {
   const int64_t n = g.num_experts, padded = (n + W - 1) / W * W;
@@ -34,6 +43,8 @@ static void route_row(const RouteArgs& g, const T* logits, int32_t* experts, flo
   for (int64_t i = 0; i < padded; ++i) values[i] = i < n ? widen(logits[i]) : -INFINITY;
   if (g.sigmoid)
     for (int64_t i = 0; i < padded; i += W) store(values + i, sigmoid(load(values + i)));
+  const bool scored = g.sigmoid || g.correction;  // values are scores, not logits, from here on
+  if (g.correction && !g.sigmoid) softmax_row(values, n, padded);
   for (int64_t i = 0; i < n; ++i) choice[i] = g.correction ? values[i] + g.correction[i] : values[i];
   if (g.num_groups > 1) keep_groups(g, choice, choice + padded);
   for (int64_t c = 0; c < g.chosen; ++c) {  // insertion in ascending order of numbers
@@ -47,11 +58,11 @@ static void route_row(const RouteArgs& g, const T* logits, int32_t* experts, flo
   }
   float highest = -INFINITY, total = 0;
   for (int64_t c = 0; c < g.chosen; ++c) highest = values[experts[c]] > highest ? values[experts[c]] : highest;
-  if (!g.sigmoid)
+  if (!scored)
     for (int64_t i = 0; i < padded; i += W) store(values + i, vexp(load(values + i) - highest));
   if (g.normalized)
     for (int64_t c = 0; c < g.chosen; ++c) total += values[experts[c]];
-  else if (g.sigmoid) total = 1;
+  else if (scored) total = 1;
   else
     for (int64_t i = 0; i < n; ++i) total += values[i];
   for (int64_t c = 0; c < g.chosen; ++c) weights[c] = values[experts[c]] / total * g.factor;

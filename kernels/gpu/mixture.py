@@ -150,6 +150,9 @@ def _route_kernel(
     real = numbers < EXPERTS
     values = tl.load(logits + row * stride + numbers, mask=real, other=float("-inf")).to(tl.float32)
     scores = tl.where(real, tl.sigmoid(values), float("-inf")) if SIGMOID else values
+    if correction is not None and not SIGMOID:
+        scores = tl.exp(values - tl.max(values, 0))
+        scores = tl.where(real, scores / tl.sum(scores, 0), float("-inf"))
     left = scores
     if correction is not None:
         left += tl.load(correction + numbers, mask=real, other=0.0)
@@ -163,7 +166,7 @@ def _route_kernel(
         highest = tl.max(tl.where(chosen, float("-inf"), left), 0)
         best = tl.min(tl.where((left == highest) & real & (chosen == 0), numbers, EXPERTS - 1), 0)
         chosen = chosen | (numbers == best)
-    if SIGMOID:
+    if SIGMOID or correction is not None:
         parts = scores
         total = tl.sum(tl.where(chosen, parts, 0.0), 0) if NORMALIZED else 1.0
     else:
