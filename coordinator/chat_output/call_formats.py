@@ -14,9 +14,9 @@ from typing import Literal
 
 ToolStyle = Literal[
     "hermes", "llama3", "pythonic", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31",
-    "deepseek_v32", "granite", "phi4", "kimi_k2", "gpt_oss",
+    "deepseek_v32", "granite", "phi4", "kimi_k2", "minimax_m2", "gpt_oss",
 ]  # fmt: skip
-MARK = re.compile(r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_]+>|\[[A-Z_]+\]")
+MARK = re.compile(r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_:]+>|\[[A-Z_]+\]")
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
 
 
@@ -110,6 +110,13 @@ FORMATS: dict[ToolStyle, CallFormat] = {
         *("<|tool_call_begin|>", "<|tool_call_end|>"),
         between="",
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "minimax_m2": CallFormat(
+        ' name="$name">\n$parameters',
+        *("<invoke", "</invoke>"),
+        between="\n",
+        section=("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+        parameter='<parameter name="$key">$value</parameter>\n',
     ),
     "gpt_oss": CallFormat(
         "$name <|constrain|>json<|message|>$arguments", "<|channel|>commentary to=functions."

@@ -18,6 +18,7 @@ CALL_SIGNS: tuple[tuple[ToolStyle, tuple[str, ...]], ...] = (
     ("gpt_oss", ("<|channel|>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("deepseek_v32", ("｜DSML｜",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("mistral", ("[TOOL_CALLS]",)),

@@ -96,7 +96,8 @@ def parts_of(grammar: bytes) -> list[dict[str, Any]]:
 def _begin(form: CallFormat) -> tuple[str, str]:
     """Return the mark at which calls begin, and what stands between it and the first call's own text."""
     if form.section[0]:
-        return form.section[0], form.opens
+        mark = form.section[0].rstrip()  # it may be a token, which the line's end is no part of
+        return mark, form.section[0][len(mark) :] + form.opens
     return form.opens, "[" if form.listed else ""
 
 
@@ -104,11 +105,18 @@ def _several(form: CallFormat, rest: str, term: Term, parallel: bool) -> str:
     """One call or several, after the first mark, up to the end."""
     inner = "" if form.listed else form.closes
     more = ""
+
+    def apart(*texts: str) -> str:
+        """Each a string of its own: of two that begin alike, llguidance would go on with the longer one."""
+        return " ".join(terms(text, term) for text in texts if text)
+
     if parallel and form.between is not None:
-        between = form.between if form.listed else inner + form.between + form.opens
-        more = f"({terms(between, term)} call)*"
-    end = f"]{form.closes}" if form.listed else inner + form.section[1]
-    return f"{terms(rest, term)} call {more} {terms(end, term)}"
+        between = (form.between,) if form.listed else (inner, form.between, form.opens)
+        more = f"({apart(*between)} call)*"
+    last = form.section[1].lstrip()
+    space = form.section[1].removesuffix(last)
+    end = terms(f"]{form.closes}", term) if form.listed else apart(inner, space, last)
+    return f"{terms(rest, term)} call {more} {end}"
 
 
 def _calls(form: CallFormat, tools: Sequence[Tool], term: Term) -> list[str]:

@@ -125,7 +125,7 @@ class _Rules:
     def any_parameter(self, name: str) -> Iterator[str]:
         """Yield the rules of a parameter that the schema does not name."""
         key = "/[A-Za-z_][A-Za-z0-9_]*/" if self._is_python else "/[^<>\\s=]+/"
-        if "$string" in self._middle:
+        if '"' in self._middle:
             key = '/[^<>"\\s=]+/'
         middle = self._terms(self._middle.replace("$string", "true"))
         yield f"{name}: {self._terms(self._before)} {key} {middle} {name}_value"

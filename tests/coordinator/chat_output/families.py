@@ -84,6 +84,15 @@ def _kimi_k2(calls: Sequence[Call]) -> str:
     return f"<|tool_calls_section_begin|>{text}<|tool_calls_section_end|>"
 
 
+def _minimax_m2(calls: Sequence[Call]) -> str:
+    text = []
+    for name, arguments in calls:
+        given = "".join(f'<parameter name="{k}">{_plain(v)}</parameter>\n' for k, v in arguments.items())
+        text.append(f'<invoke name="{name}">\n{given}</invoke>')
+    inner = "\n".join(text)
+    return f"<minimax:tool_call>\n{inner}\n</minimax:tool_call>"
+
+
 def _gpt_oss(calls: Sequence[Call]) -> str:
     return "<|call|><|start|>assistant".join(
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(arguments)}"
@@ -104,6 +113,7 @@ WRITERS: dict[ToolStyle, Callable[[Sequence[Call]], str]] = {
     "granite": lambda calls: f"<|tool_call|>[{', '.join(_objects(calls))}]",
     "phi4": lambda calls: f"<|tool_call|>[{', '.join(_objects(calls))}]<|/tool_call|>",
     "kimi_k2": _kimi_k2,
+    "minimax_m2": _minimax_m2,
     "gpt_oss": _gpt_oss,
 }
 

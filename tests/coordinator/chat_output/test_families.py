@@ -238,6 +238,7 @@ LEFT_OUT: list[tuple[ToolStyle, str]] = [
         '<｜DSML｜invoke name="note"><｜DSML｜parameter name="days" string="true">3</｜DSML｜parameter>'
         "</｜DSML｜invoke>",
     ),
+    ("minimax_m2", '<invoke name="note"><parameter name="days">3</parameter></invoke>'),
     ("granite", '<tool_call>[{"name": "note", "arguments": {"days": 3}}]'),
     ("phi4", 'functools[{"name": "note", "arguments": {"days": 3}}]'),
     ("phi4", '<|tool_call|>{"name": "note", "arguments": {"days": 3}}<|/tool_call|>'),
@@ -258,7 +259,7 @@ def test_what_models_leave_out(style: ToolStyle, text: str) -> None:
 
 @pytest.mark.parametrize(("style", "name"), [(style, name) for style in STYLES for name in ("add", "note")])
 def test_text_that_follows_a_call_without_its_closing_mark(style: ToolStyle, name: str) -> None:
-    if style in (*BARE, "gpt_oss", "qwen3_coder", "glm45", "deepseek_v32"):
+    if style in (*BARE, "gpt_oss", "qwen3_coder", "glm45", "deepseek_v32", "minimax_m2"):
         return
     text = WRITERS[style]([(name, {"days": 3})])
     closing = text.rindex("}") + 1 + (style in ("granite", "phi4"))
@@ -286,6 +287,7 @@ TEMPLATES: list[tuple[str, ChatStyle]] = [
     ("<|start_of_role|>Here is my response: <|tool_call|>", ChatStyle("granite", "granite")),
     ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", ChatStyle("phi4")),
     ("<|tool_calls_section_begin|>", ChatStyle("kimi_k2")),
+    ("{{ '<minimax:tool_call>' }}<invoke name={{ '</think>' }}", ChatStyle("minimax_m2", "think")),
     ("<|start|>{{ role }}<|channel|>final<|message|>", ChatStyle("gpt_oss", "gpt_oss")),
     ("", ChatStyle("hermes")),
 ]

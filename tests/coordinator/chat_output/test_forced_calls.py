@@ -50,7 +50,7 @@ BOUND: dict[str, Any] = {
     "required": ["grade", "path", "either", "texts", "never", "empty"],
     "additionalProperties": False,
 }
-PLAIN_TEXT: tuple[ToolStyle, ...] = ("qwen3_coder", "glm45", "deepseek_v32", "pythonic")
+PLAIN_TEXT: tuple[ToolStyle, ...] = ("qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "pythonic")
 """Write strings without JSON's quotes."""
 FORCED: Any = [
     {"type": "function", "function": {"name": "note", "parameters": LIMITED}},
