@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..model.mixture_config import usual_terms
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -48,6 +50,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     """Read the shape from ``config.json``. Raises KeyError where a field is missing."""
     config = config.get("text_config", config)
     layers, hidden, heads = (config[n] for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    config = usual_terms(config, layers)
     dense_mlp = (3 if config.get("gated", True) else 2) * hidden * config.get("intermediate_size", 0)
     experts = (
         config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
@@ -58,7 +61,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     without = config.get("mlp_only_layers") or range(config.get("first_k_dense_replace", 0))
     moe_layers = sum((i + 1) % step == 0 and i not in without for i in range(layers)) if experts else 0
     shared = (config.get("n_shared_experts") or 0) * expert
-    shared += 3 * hidden * (config.get("shared_expert_intermediate_size") or 0)
+    shared_widths = ("shared_expert_intermediate_size", "shared_intermediate_size")
+    shared += 3 * hidden * sum(config.get(key) or 0 for key in shared_widths)
     every_token = moe_layers * (shared + experts * hidden)
     every_token += (layers - moe_layers) * dense_mlp
     attention, pair_flops, token_kv, kv_heads = _attention(config, hidden, heads)

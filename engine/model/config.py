@@ -12,7 +12,7 @@ from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
 from .config_values import check_kinds, positive_int
 from .families import FAMILIES
-from .family import TensorNames
+from .family import Family, TensorNames
 from .family_rules import Scales
 from .latent_config import LatentConfig, latent_config
 from .mixture_config import MixtureConfig, mixture_config
@@ -67,6 +67,7 @@ class ModelConfig:
     tensors: TensorNames
     quantisation: Quantisation | None = None  # of the checkpoint's weights
     side_by_side: bool = False  # see ``rope.rows_side_by_side``
+    further_layers: int = 0  # behind the last: they predict further tokens, and are not used
 
     @property
     def max_model_len(self) -> int:
@@ -137,6 +138,10 @@ def parse_config(
     activation = _activation(config)
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         raise ModelConfigError("config.json: attention to later tokens (of embedding models) is not built")
+    if config.get("clip_qkv"):
+        raise ModelConfigError(
+            "config.json: queries, keys and values that are clipped (clip_qkv) are not built"
+        )
     num_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
     hidden_size = positive_int(config, "hidden_size")
@@ -206,7 +211,14 @@ def parse_config(
         tensors=family.tensors,
         quantisation=quantisation,
         side_by_side=interleaved and not family.interleaved_rope,
+        further_layers=_further_layers(config, family),
     )
+
+
+def _further_layers(config: dict[str, Any], family: Family) -> int:
+    """Most checkpoints of DeepSeek's layout have one, whatever their config.json names."""
+    keys = [key for key in ("num_nextn_predict_layers", "num_mtp_modules") if config.get(key)]
+    return positive_int(config, keys[0]) if keys else int(family.latent)
 
 
 def _architecture(config: dict[str, Any]) -> str:

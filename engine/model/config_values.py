@@ -12,8 +12,10 @@ LARGEST = {
     "max_position_embeddings": 1 << 24, "sliding_window": 1 << 24, "num_experts": 1 << 14,
     "num_local_experts": 1 << 14, "num_experts_per_tok": 1 << 10, "n_routed_experts": 1 << 14,
     "n_group": 1 << 14, "topk_group": 1 << 14, "moe_intermediate_size": 1 << 22,
-    "shared_expert_intermediate_size": 1 << 22, "decoder_sparse_step": 1024, "q_lora_rank": 1 << 17,
-    "kv_lora_rank": 1 << 13, "qk_nope_head_dim": 1024, "qk_rope_head_dim": 1024, "v_head_dim": 1024,
+    "shared_expert_intermediate_size": 1 << 22, "shared_intermediate_size": 1 << 22, "rotary_dim": 1024,
+    "num_nextn_predict_layers": 1024, "num_mtp_modules": 1024, "decoder_sparse_step": 1024,
+    "q_lora_rank": 1 << 17, "kv_lora_rank": 1 << 13, "qk_nope_head_dim": 1024, "qk_rope_head_dim": 1024,
+    "v_head_dim": 1024,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""
@@ -21,9 +23,11 @@ MOST = 1e12
 NEVER_NULL = (
     "rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier",
     "residual_multiplier", "logits_scaling", "logit_scale", "routed_scaling_factor", "first_k_dense_replace",
+    "router_scaling_factor",
 )  # fmt: skip
 NUMBERS = (
     *NEVER_NULL, "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts", "max_window_layers",
+    "num_shared_experts", "moe_num_shared_experts",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
     "low_freq_factor", "high_freq_factor",
 )  # fmt: skip
@@ -31,7 +35,9 @@ FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob",
     "rope_interleave", "use_sliding_window", "use_bidirectional_attention", "is_causal", "truncate",
 )  # fmt: skip
-LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers", "short_factor", "long_factor")
+LISTS = (
+    "layer_types", "no_rope_layers", "mlp_only_layers", "mlp_layer_types", "short_factor", "long_factor",
+)  # fmt: skip
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 KINDS: dict[str, tuple[str, type[Any]]] = {
     **dict.fromkeys(NUMBERS, (f"a number from 0 to {MOST:g}", float)),

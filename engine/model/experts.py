@@ -25,9 +25,19 @@ def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixtur
     def expert(i: int) -> ExpertWeights:
         load.checkpoint.drop_pages()  # of the one before
         parts = [of.format(i) for of in (names.gate, names.up, names.down)]
-        of = [f"{layer}.{part}" for part in (parts if i < shape.num_experts else names.shared)]
-        gate, up = (load.placed(own_part(load.stored_weight(name), rank)) for name in of[:2])
-        return ExpertWeights([gate, up], load.placed(load.own_columns(load.stored_weight(of[2]), of[2])))
+        parts = list(names.shared) if i == shape.num_experts else parts
+        gate, up, down = (f"{layer}.{part}" if part else "" for part in parts)
+        both: Weight = load.stored_weight(gate)
+        last: Weight = load.stored_weight(down)
+        if names.stacked and i < shape.num_experts:
+            assert isinstance(both, Tensor)
+            assert isinstance(last, Tensor)
+            both, last = both[i], last[i]
+        size = len(both) // 2
+        cut = [slice(size), slice(size, None)]
+        halves = [both, load.stored_weight(up)] if up else [rows_of(both, half) for half in cut]
+        own = [load.placed(own_part(half, rank)) for half in halves]
+        return ExpertWeights(own, load.placed(load.own_columns(last, down)))
 
     def part(i: int) -> ExpertWeights:
         """From tensors of all experts: gate and up alternate."""
@@ -39,10 +49,11 @@ def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixtur
     router = tensor(f"{names.router}.weight")
     if shape.gates:
         router = torch.cat((router, tensor(f"{names.shared_gate}.weight")))
-    if names.up:
+    if names.up or names.stacked:
         correction = None
         if config.corrected:
-            correction = load.checkpoint.tensor(f"{layer}.{names.correction}").to(load.device).float()
+            correction = load.checkpoint.tensor(f"{layer}.{names.correction}").flatten()
+            correction = correction.to(load.device, torch.float32)
         weights = MixtureWeights(own_shape, router, expert, correction=correction)
     else:
         by_turns, columns = tensor(f"{names.gate}_bias"), rank.part(shape.intermediate_size)

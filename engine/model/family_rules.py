@@ -33,7 +33,7 @@ def window_if_used(config: dict[str, Any], num_layers: int) -> Windows:
 
 def windows_by_pattern(config: dict[str, Any], num_layers: int) -> Windows:
     """The layers that ``layer_types`` names; in older files, all but each ``sliding_window_pattern``-th."""
-    pattern = int(config["sliding_window_pattern"])
+    pattern = 1 if config.get("layer_types") else int(config["sliding_window_pattern"])
     kinds = [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
     return _windows_of(config, num_layers, kinds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,12 @@ from .config_values import positive_int
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 SCORES = ("softmax", "sigmoid")
+OWN_TERMS = {
+    "moe_k": "num_experts_per_tok", "moe_layer_interval": "decoder_sparse_step",
+    "moe_num_experts": "num_experts", "moe_num_shared_experts": "n_shared_experts",
+    "num_shared_experts": "n_shared_experts", "router_scaling_factor": "routed_scaling_factor",
+}  # fmt: skip
+"""Keys of some families, by which others name the same."""
 MOST_EXPERTS = 1 << 17  # of all layers: several times those of any model
 
 
@@ -20,9 +27,10 @@ class MixtureNames:
     number.
 
     Where ``up`` is "", ``gate`` and ``down`` hold those of all experts, inputs before outputs, gate and up by
-    turns, and with ``_bias`` their biases; the router has one too (gpt-oss).
+    turns, and with ``_bias`` their biases; the router has one too (gpt-oss). ``stacked``: outputs before
+    inputs, gate above up, and no biases (Granite); so is the shared expert where its ``up`` is "".
     ``shared``: gate, up and down of the expert of all tokens; ``shared_gate``: its weight in the sum, or 1.
-    ``correction``: the whole name, where config.json asks for one.
+    ``correction``: the whole name, where config.json asks for one; a row where it is ``in_a_row``.
     """
 
     router: str
@@ -32,6 +40,8 @@ class MixtureNames:
     shared: tuple[str, str, str] = ("", "", "")
     shared_gate: str = ""
     correction: str = ""
+    in_a_row: bool = False
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,12 @@ class MixtureConfig:
         s, names = self.shape, self.names
         hidden, size = s.hidden_size, s.intermediate_size
         expected: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (s.num_experts, hidden)}
-        if not names.up:
+        if names.stacked:
+            expected |= {
+                f"{names.gate}.weight": (s.num_experts, 2 * size, hidden),
+                f"{names.down}.weight": (s.num_experts, hidden, size),
+            }
+        elif not names.up:
             expected |= {
                 f"{names.router}.bias": (s.num_experts,),
                 names.gate: (s.num_experts, hidden, 2 * size),
@@ -65,7 +80,7 @@ class MixtureConfig:
         if s.gates:
             expected[f"{names.shared_gate}.weight"] = (1, hidden)
         if self.corrected:
-            expected[names.correction] = (s.num_experts,)
+            expected[names.correction] = (1, s.num_experts) if names.in_a_row else (s.num_experts,)
         return {f"{layer}.{name}": shape for name, shape in expected.items()}
 
 
@@ -73,6 +88,7 @@ def mixture_config(
     config: dict[str, Any], names: MixtureNames, num_layers: int, activation: Activation
 ) -> MixtureConfig:
     """Raises ModelConfigError where a number is missing or not sensible."""
+    config = usual_terms(config, num_layers)
     keys = [key for key in ("num_local_experts", "n_routed_experts") if key in config]
     count = positive_int(config, keys[0] if keys else "num_experts")
     chosen = positive_int(config, "num_experts_per_tok")
@@ -120,9 +136,36 @@ def mixture_config(
     )
 
 
+def usual_terms(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """config.json with what families name in their own ways as DeepSeek and Qwen name it."""
+    found = dict(config)
+    if found.get("scoring_func") == "noaux_tc":  # of dots.llm1
+        found |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    found |= {usual: found[own] for own, usual in OWN_TERMS.items() if own in found}
+    if "moe_layer_start_index" in found:
+        first, last = found["moe_layer_start_index"], found.get("moe_layer_end_index", -1)
+        last = num_layers - 1 if last == -1 else last
+        found["mlp_only_layers"] = [i for i in range(num_layers) if not first <= i <= last]
+    kinds = found.get("mlp_layer_types")
+    if kinds is not None:
+        if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+            raise ModelConfigError(
+                f"config.json: mlp_layer_types must name {num_layers} layers, each dense or sparse; found "
+                f"{len(kinds)}"
+            )
+        found |= {
+            "mlp_only_layers": [i for i, kind in enumerate(kinds) if kind == "dense"],
+            "first_k_dense_replace": 0,
+        }
+    return found
+
+
 def _shared_size(config: dict[str, Any], names: MixtureNames) -> int:
     if names.shared_gate:
         return positive_int(config, "shared_expert_intermediate_size")
+    if names.stacked:
+        size = config.get("shared_intermediate_size")
+        return positive_int(config, "shared_intermediate_size") if size and names.shared[0] else 0
     count = int(config.get("n_shared_experts") or 0)
     return count * positive_int(config, "moe_intermediate_size") if count and names.shared[0] else 0
 
@@ -138,5 +181,8 @@ def _clamped(config: dict[str, Any]) -> Activation:
 
 
 def _mlp(names: list[str] | tuple[str, ...], size: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    gate, up, down = (f"{name}.weight" for name in names)
-    return {gate: (size, hidden), up: (size, hidden), down: (hidden, size)}
+    gate, up, down = names
+    found = {f"{gate}.weight": (size if up else 2 * size, hidden), f"{down}.weight": (hidden, size)}
+    if up:
+        found[f"{up}.weight"] = (size, hidden)
+    return dict(found)

@@ -224,7 +224,7 @@ def _awq(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantisation:
-    if config.get("fmt", "e4m3") != "e4m3":
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _missing(f"float8 in {config['fmt']}")
     block = config.get("weight_block_size")
     scheme = (

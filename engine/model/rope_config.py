@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelConfigError
-from .config_values import MOST
+from .config_values import MOST, positive_int
 
 LONGEST = 1 << 24  # tokens
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -91,6 +91,8 @@ def rope_configs(
 def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> RopeConfig:
     parameters: dict[str, Any] = config.get("rope_parameters") or {}
     share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if "partial_rotary_factor" not in parameters and config.get("rotary_dim"):  # of MiniMax's files
+        share = positive_int(config, "rotary_dim") / head_dim
     rotary_dim = int(head_dim * share)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelConfigError(

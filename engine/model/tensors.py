@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .config import ModelConfig
 from .quantisation import BESIDE
 
@@ -60,9 +58,9 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Endings of names that a checkpoint may hold beside the expected ones; with a dot last: beginnings."""
     t = config.tensors
-    if config.latent is not None:  # layers that predict further tokens
-        t = replace(t, ignored=(*t.ignored, f"{t.layer.format(config.num_layers)}."))
-    ignored = (*t.ignored, *(f".{name.format(of)}" for name in t.kv_scales for of in "kv"))
+    further = range(config.num_layers, config.num_layers + config.further_layers)
+    ignored = (*t.ignored, *(f"{t.layer.format(i)}." for i in further))
+    ignored = (*ignored, *(f".{name.format(of)}" for name in t.kv_scales for of in "kv"))
     if config.quantisation is not None:
         ignored = (*ignored, *BESIDE)
     return (*ignored, f"{t.head}.weight") if config.tie_word_embeddings else ignored

@@ -60,6 +60,9 @@ def _make_decisive(model: PreTrainedModel, seed: int) -> None:
     changes the argmax."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
+        for name, tensor in model.named_buffers():  # routers' corrections, of some families; zero at first
+            if name.endswith("bias"):
+                tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
         for name, tensor in model.named_parameters():
             if "vision" in name or "projector" in name:
                 continue

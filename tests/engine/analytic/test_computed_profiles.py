@@ -41,7 +41,13 @@ def test_every_model_has_as_many_weights_as_its_maker_says() -> None:
     assert found == pytest.approx(WEIGHTS, rel=0.01)
 
 
-@pytest.mark.parametrize("family", ["llama2", "qwen3", "mixtral", "qwen2_moe", "deepseek2", "deepseek3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama2", "qwen3", "mixtral", "qwen2_moe", "deepseek2", "deepseek3", "dots1", "ernie4_5_moe"),
+        *("exaone_moe", "glm4_moe", "granite_moe_shared", "hy_v3", "minimax_m2", "olmoe", "solar_open"),
+    ],
+)
 def test_a_shape_counts_the_matrices_that_are_loaded(family: str) -> None:
     model, config, sizes = FAMILIES[family]
     options = {**config(**{**SMALL, **sizes}).to_dict(), "architectures": [model.__name__]}

@@ -155,6 +155,8 @@ def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
 
 
 MIXTURES = (
+    ("glm4_moe_norms", "compressed-tensors FP8 dynamic"),
+    ("minimax_m2", "FP8 in blocks"),
     ("qwen3_moe", "FP8 in blocks"),
     ("qwen3_moe", "compressed-tensors FP8 dynamic"),
     ("qwen3_moe", "compressed-tensors W4A16"),
@@ -177,7 +179,7 @@ def test_experts_of_a_checkpoint(
 ) -> None:
     """Those of all tokens are quantised, too; routers are not."""
     tried(family, "checkpoint", case)
-    sizes = ["intermediate_size"] if family == "mixtral" else ["moe_intermediate_size"]
+    sizes = ["intermediate_size"] if family in ("mixtral", "minimax_m2") else ["moe_intermediate_size"]
     sizes += {"qwen2_moe": ["shared_expert_intermediate_size"], "deepseek3": ["q_lora_rank"]}.get(family, [])
     latent = {"v_head_dim": 16} if "deepseek" in family else {}
     model = make_checkpoint(tmp_path, family, **dict.fromkeys(sizes, 48), **latent)
