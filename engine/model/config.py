@@ -200,7 +200,7 @@ def parse_config(
             head_dim if latent is None else latent.rotated,
             windows,
             interleaved,
-            family.windows_only_rope,
+            has(family.windows_only_rope),
         ),
         scales=family.scales(config, head_dim),
         attention_softcap=float(config.get("attn_logit_softcapping") or 0),

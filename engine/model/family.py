@@ -50,7 +50,7 @@ class Family:
     layer_norms       norms subtract the mean first
     parallel          attention and MLP have the same input, and both are added to the residual
     interleaved_rope  the numbers of a pair that is rotated lie side by side in the checkpoint
-    windows_only_rope layers that attend to all tokens have no rope
+    windows_only_rope layers that attend to all tokens have no rope; a key as of biases
     defaults          of keys that config.json lacks
     latent            attention is latent (DeepSeek)
     mixture           names of the experts' tensors; None: all MLPs are dense
@@ -65,7 +65,7 @@ class Family:
     layer_norms: bool = False
     parallel: bool = False
     interleaved_rope: bool = False
-    windows_only_rope: bool = False
+    windows_only_rope: bool | str = False
     scales: Callable[[dict[str, Any], int], Scales] = plain_scales
     windows: Callable[[dict[str, Any], int], Windows] = full_attention
     tensors: TensorNames = TensorNames()

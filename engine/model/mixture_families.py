@@ -36,7 +36,7 @@ DEEPSEEK_3 = replace(
 )  # fmt: skip
 CORRECTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 1, "topk_group": 1}
 EXAONE = Family(
-    qkv_bias=False, qk_norm="head", windows=windows_by_pattern, windows_only_rope=True,
+    qkv_bias=False, qk_norm="head", windows=windows_by_pattern, windows_only_rope="sliding_window",
     tensors=TensorNames(ignored=(*TensorNames().ignored, "mtp.")),
     mixture=replace(DEEPSEEK_MIXTURE, correction="mlp.e_score_correction_bias"),
     defaults={

@@ -75,6 +75,21 @@ def test_minimax_m2() -> None:
     assert scheme.block == (128, 128)
 
 
+def test_k_exaone() -> None:
+    """Its pattern stands in letters, beside the layers' kinds; without windows every layer has rope."""
+    own = {**FAMILIES["exaone_moe"][2], "num_hidden_layers": 4, "sliding_window_pattern": "LLLG"}
+    own["mlp_layer_types"] = ["dense", "sparse", "sparse", "sparse"]
+    kinds = [*["sliding_attention"] * 3, "full_attention"]
+    config = {**SMALL, **own, "architectures": ["ExaoneMoEForCausalLM"]}
+    found = parse_config({**config, "layer_types": kinds}, {})
+    assert found.sliding_windows == (24, 24, 24, None)
+    assert [rope.rotary_dim for rope in found.ropes] == [16, 16, 16, 0]
+    assert found.mixture is not None
+    assert found.mixture.layers == (False, True, True, True)
+    without = parse_config({**config, "layer_types": kinds[3:] * 4, "sliding_window": None}, {})
+    assert [rope.rotary_dim for rope in without.ropes] == [16] * 4
+
+
 def test_dots_calls_its_scores_by_their_correction() -> None:
     published = {"scoring_func": "noaux_tc", "n_routed_experts": 8, "num_experts_per_tok": 2}
     config = parse_config({**SMALL, "architectures": ["Dots1ForCausalLM"], **published}, {})
