@@ -32,21 +32,20 @@ class ResidentAdapters:
 
     def check(self, file: AdapterFile) -> None:
         """Raise AdapterError where it does not fit the model."""
-        self._first.check(_as_stored(file))
+        self._first.check(self._as_stored(file))
 
     def put(self, slot: int, file: AdapterFile) -> None:
         """Place a checked adapter: batches may name ``file.content`` once this has returned."""
         for (_, adapters), stream in zip(self._ranks, self._streams, strict=True):
             with torch.inference_mode(), torch.cuda.stream(stream):  # no effect if it is None
-                adapters.put(slot, file.content, _as_stored(file))
+                adapters.put(slot, file.content, self._as_stored(file))
             if stream is not None:
                 stream.synchronize()
 
-
-def _as_stored(file: AdapterFile) -> Pairs:
-    """By the names that checkpoints have. Of a model with several parts transformers' own are others."""
-    ours, theirs = "language_model.model.", "model.language_model."
-    return {
-        ours + name.removeprefix(theirs) if name.startswith(theirs) else name: pair
-        for name, pair in file.layers.items()
-    }
+    def _as_stored(self, file: AdapterFile) -> Pairs:
+        """By the names that checkpoints have. Of a model with several parts transformers' own are others."""
+        ours, theirs = self._first.text_model, "model.language_model."
+        return {
+            ours + name.removeprefix(theirs) if name.startswith(theirs) else name: pair
+            for name, pair in file.layers.items()
+        }

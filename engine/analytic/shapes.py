@@ -48,7 +48,7 @@ class Shape:
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
     """Read the shape from ``config.json``. Raises KeyError where a field is missing."""
-    config = config.get("text_config", config)
+    config, whole = config.get("text_config", config), config
     layers, hidden, heads = (config[n] for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     config = usual_terms(config, layers)
     dense_mlp = (3 if config.get("gated", True) else 2) * hidden * config.get("intermediate_size", 0)
@@ -60,13 +60,15 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     step = config.get("decoder_sparse_step", 1)
     without = config.get("mlp_only_layers") or range(config.get("first_k_dense_replace", 0))
     moe_layers = sum((i + 1) % step == 0 and i not in without for i in range(layers)) if experts else 0
+    if experts and (kinds := config.get("mlp_layer_types")):
+        moe_layers = sum(kind == "sparse" for kind in kinds)
     shared = (config.get("n_shared_experts") or 0) * expert
     shared_widths = ("shared_expert_intermediate_size", "shared_intermediate_size")
     shared += 3 * hidden * sum(config.get(key) or 0 for key in shared_widths)
     every_token = moe_layers * (shared + experts * hidden)
     every_token += (layers - moe_layers) * dense_mlp
     attention, pair_flops, token_kv, kv_heads = _attention(config, hidden, heads)
-    tied = bool(config.get("tie_word_embeddings"))
+    tied = bool(config.get("tie_word_embeddings") or whole.get("tie_word_embeddings"))
     table = config["vocab_size"] * hidden
     kinds = config.get("layer_types") or ["full_attention"]
     attended = sum(kind == "full_attention" for kind in kinds) / len(kinds)

@@ -84,6 +84,11 @@ class RankAdapters:
         self._products: list[_Product] = []
         self._sizes: dict[str, Size] = {}
 
+    @property
+    def text_model(self) -> str:
+        """The beginning of the layers' names."""
+        return next(iter(self._sizes)).partition("layers.")[0]
+
     def adapted(self, linear: Linear, sizes: Mapping[str, Size], part: Part) -> Linear:
         """Return the product of the layers with these names and (whole) sizes, with slots for adapters."""
         self._sizes |= sizes

@@ -51,6 +51,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: Literal["", "head", "all", "each"]
+    norm_after_rope: bool
     unit_norms: bool
     layer_norms: bool
     parallel: bool
@@ -132,9 +133,9 @@ def parse_config(
     """``modelopt``: its hf_quant_config.json."""
     architecture = _architecture(config)
     check_kinds(config)
-    quantisation = parse_quantisation(config.get("quantization_config") or {}, modelopt or {})
-    family = FAMILIES[architecture]
+    family = FAMILIES[architecture].of(config)
     config = family.config(config)
+    quantisation = parse_quantisation(config.get("quantization_config") or {}, modelopt or {})
     activation = _activation(config)
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         raise ModelConfigError("config.json: attention to later tokens (of embedding models) is not built")
@@ -189,6 +190,7 @@ def parse_config(
         o_bias=has(family.o_bias),
         mlp_bias=has(family.mlp_bias),
         qk_norm=family.qk_norm if config.get("use_qk_norm", True) else "",
+        norm_after_rope=family.norm_after_rope,
         unit_norms=bool(config.get("unit_norms", family.unit_norms)),
         layer_norms=family.layer_norms,
         parallel=family.parallel,
@@ -201,6 +203,7 @@ def parse_config(
             windows,
             interleaved,
             has(family.windows_only_rope),
+            family.norm_after_rope,
         ),
         scales=family.scales(config, head_dim),
         attention_softcap=float(config.get("attn_logit_softcapping") or 0),

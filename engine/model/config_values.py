@@ -29,15 +29,14 @@ NUMBERS = (
     *NEVER_NULL, "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts", "max_window_layers",
     "num_shared_experts", "moe_num_shared_experts",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
-    "low_freq_factor", "high_freq_factor",
+    "low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "alpha",
 )  # fmt: skip
 FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob",
     "rope_interleave", "use_sliding_window", "use_bidirectional_attention", "is_causal", "truncate",
+    "attention_out_bias", "use_bias",
 )  # fmt: skip
-LISTS = (
-    "layer_types", "no_rope_layers", "mlp_only_layers", "mlp_layer_types", "short_factor", "long_factor",
-)  # fmt: skip
+LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers", "mlp_layer_types", "short_factor", "long_factor")
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 KINDS: dict[str, tuple[str, type[Any]]] = {
     **dict.fromkeys(NUMBERS, (f"a number from 0 to {MOST:g}", float)),

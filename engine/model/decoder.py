@@ -29,7 +29,7 @@ from .decoder_layer import DecoderLayer
 from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, LatentChunks, latent_chunks
 from .layers import LayerLoader
 from .ranks import of_rank
-from .rope import cos_sin_table
+from .rope import cos_sin_table, query_factors
 from .tensors import expected_tensors, ignored_tensors
 
 
@@ -90,13 +90,24 @@ class DecoderModel:
             rope: cos_sin_table(rope, config.head_dim, max_model_len).to(load.device)
             for rope in set(config.ropes)
         }
+        factors = {
+            rope: of.to(load.device)
+            for rope in self._tables
+            if (of := query_factors(rope, max_model_len)) is not None
+        }
         self._eps = config.residual_eps
         self._expands = self._config.latent if load.expands_latent else None
         self._layers = load.each(
-            lambda i: DecoderLayer(config, i, load, self._tables[config.ropes[i]]), config.num_layers
+            lambda i: DecoderLayer(
+                config, i, load, self._tables[config.ropes[i]], factors.get(config.ropes[i])
+            ),
+            config.num_layers,
         )
         parts = [layer.parts for layer in self._layers]
-        self._fused = None if config.parallel or config.latent else load.kernels.fuse_layers(parts, self._eps)
+        alone = any(layer.changes_queries for layer in self._layers)
+        self._fused = (
+            None if config.parallel or config.latent or alone else load.kernels.fuse_layers(parts, self._eps)
+        )
         self._norm = load.norm(config.tensors.norm, float(config.unit_norms))
         embed, head = config.tensors.embed, config.tensors.head
         if config.tie_word_embeddings and not load.differ(embed, head):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ...kernels.interface import (
@@ -25,7 +26,15 @@ from .rope import rows_of_qkv, rows_side_by_side
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, index: int, load: LayerLoader, cos_sin: Tensor) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        load: LayerLoader,
+        cos_sin: Tensor,
+        query_factors: Tensor | None = None,
+    ) -> None:
+        """``query_factors``: see ``rope.query_factors``."""
         t, name = config.tensors, config.tensors.layer.format(index)
         rank, sizes = load.rank, (config.head_dim, config.num_heads, config.num_kv_heads)
         rows = rows_of_qkv(config.ropes[index], *sizes)
@@ -63,6 +72,12 @@ class DecoderLayer:
             self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
         self._q_norm = norm_of_heads(t.q_norm, rank.part(config.num_heads))
         self._k_norm = norm_of_heads(t.k_norm, rank.kv_heads(config.num_kv_heads))
+        self._query_factors = None if query_factors is None else query_factors.to(load.dtype)
+        self._query_weight: Tensor | None = None
+        if config.norm_after_rope and self._q_norm is not None and self._k_norm is not None:
+            # rope keeps a head's length: both weights go to the queries, behind it
+            self._query_weight = self._q_norm.float() * self._k_norm.float()
+            self._q_norm = self._k_norm = torch.ones_like(self._q_norm)
         self._mlp: DenseMlp | Mixture
         if config.mixture is not None and config.mixture.layers[index]:
             self._mlp = load_mixture(load, name, config.mixture)
@@ -71,6 +86,11 @@ class DecoderLayer:
             gate_up = load.column(names, config.mlp_bias, rank.rows(size, size))
             down = load.row(f"{name}.{t.down}", config.mlp_bias, config.layer_norms)
             self._mlp = DenseMlp(gate_up, config.activation, down, size // rank.size)
+
+    @property
+    def changes_queries(self) -> bool:
+        """Behind rope, which kernels of several layers do not."""
+        return self._query_factors is not None or self._query_weight is not None
 
     @property
     def parts(self) -> LayerParts:
@@ -100,7 +120,13 @@ class DecoderLayer:
             last = first + rope.num_kv_heads * rope.head_dim
             for part, weight in ((qkv[:, :first], self._q_norm), (qkv[:, first:last], self._k_norm)):
                 part.copy_(self._norm_of_all_heads(part.clone(), weight))
-        return self._kernels.rope_and_store(qkv, pool, self._index, rope)
+        q = self._kernels.rope_and_store(qkv, pool, self._index, rope)
+        if self._query_weight is not None:
+            q = (q * self._query_weight).to(q.dtype)
+        return self._scaled(q, rope.positions)
+
+    def _scaled(self, q: Tensor, positions: Tensor) -> Tensor:
+        return q if self._query_factors is None else q * self._query_factors[positions][:, None, None]
 
     def _norm_of_all_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x``: of this rank's heads. The others may still read it when this returns."""
@@ -117,7 +143,9 @@ class DecoderLayer:
     ) -> ExpandedQueries:
         """As ``project``, in a step with chunks that are expanded."""
         x = self._add_norm(hidden, residual, self._input_norm)
-        return self._latent.project_chunks(x, pool, self._index, replace(rope, cos_sin=self._cos_sin), chunks)
+        q = self._latent.project_chunks(x, pool, self._index, replace(rope, cos_sin=self._cos_sin), chunks)
+        own, others = (rope.positions[rows] for rows in (chunks.rows, chunks.other_rows))
+        return replace(q, whole=self._scaled(q.whole, own), absorbed=self._scaled(q.absorbed, others))
 
     def attend_and_mix(
         self, q: Tensor | ExpandedQueries, residual: Tensor, pool: Tensor, attention: AttentionInputs

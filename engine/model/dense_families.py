@@ -12,6 +12,7 @@ from .family_rules import (
     same_window,
     windows_by_layer,
     windows_by_pattern,
+    windows_by_pattern_if_any,
 )
 
 COHERE = Family(
@@ -70,6 +71,13 @@ OLMO_3 = replace(
         "rope_local_base_freq": 5e5,
     },
 )  # fmt: skip
+GLM = Family(
+    interleaved_rope=True, tensors=TensorNames(gate="mlp.gate_up_proj", up=""),
+    defaults={
+        "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "rms_norm_eps": 1.5625e-07,
+        "partial_rotary_factor": 0.5,
+    },
+)  # fmt: skip
 DENSE: dict[str, Family] = {
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": replace(
@@ -78,22 +86,39 @@ DENSE: dict[str, Family] = {
             **COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1e4,
         },
     ),
+    "Ernie4_5ForCausalLM": Family(
+        qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", interleaved_rope=True,
+        defaults={"head_dim": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+    ),
+    "Exaone4ForCausalLM": Family(
+        qkv_bias=False, qk_norm="head", windows=windows_by_pattern_if_any, windows_only_rope="sliding_window",
+        tensors=OLMO_2.tensors,
+        defaults={
+            "sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+        },
+    ),
     "Gemma2ForCausalLM": GEMMA_2,
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,
-    "Glm4ForCausalLM": Family(
-        interleaved_rope=True,
-        defaults={
-            "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "rms_norm_eps": 1.5625e-07,
-            "partial_rotary_factor": 0.5,
-        },
-        tensors=TensorNames(
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": replace(
+        GLM,
+        tensors=replace(
+            GLM.tensors,
             attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm",
-            gate="mlp.gate_up_proj", up="",
         ),
     ),
     "GraniteForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales),
+    "HunYuanDenseV1ForCausalLM": Family(
+        o_bias="attention_bias", qk_norm="head", norm_after_rope=True,
+        tensors=TensorNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    ),
     "LlamaForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "Ministral3ForCausalLM": Family(
+        qkv_bias=False, windows=same_window, defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
+    ),
     "MistralForCausalLM": Family(windows=same_window, defaults={"sliding_window": 4096}),
     "Olmo2ForCausalLM": OLMO_2,
     "Olmo3ForCausalLM": OLMO_3,
@@ -105,6 +130,9 @@ DENSE: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(
         o_bias="attention_bias", qk_norm="head", windows=windows_by_layer,
         defaults={"head_dim": 128, "sliding_window": 4096},
+    ),
+    "SeedOssForCausalLM": Family(
+        o_bias="attention_out_bias", mlp_bias="mlp_bias", defaults={"attention_bias": True, "head_dim": 128},
     ),
     "SmolLM3ForCausalLM": Family(
         o_bias="attention_bias", mlp_bias="mlp_bias", windows=windows_by_layer,

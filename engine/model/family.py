@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..errors import ModelConfigError
 from .family_rules import Scales, Windows, full_attention, plain_scales
 from .mixture_config import MixtureNames
 
@@ -46,6 +47,7 @@ class Family:
 
     qk_norm           RMSNorm of each head, or of all heads of q and all of k together; or LayerNorm of each
                       head with a weight of its own, where config.json sets ``use_qk_norm``
+    norm_after_rope   q and k are rotated before their norm
     unit_norms        norms multiply by 1 + weight
     layer_norms       norms subtract the mean first
     parallel          attention and MLP have the same input, and both are added to the residual
@@ -55,12 +57,14 @@ class Family:
     latent            attention is latent (DeepSeek)
     mixture           names of the experts' tensors; None: all MLPs are dense
     part              the key of config.json below which the text model is described; "": it is the whole
+    texts             by the ``model_type`` of that part, where it decides; empty: any is of this family
     """
 
     qkv_bias: bool | str = "attention_bias"
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: Literal["", "head", "all", "each"] = ""
+    norm_after_rope: bool = False
     unit_norms: bool = False
     layer_norms: bool = False
     parallel: bool = False
@@ -73,7 +77,23 @@ class Family:
     mixture: MixtureNames | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
+    texts: Mapping[str, Family] = field(default_factory=dict)
+
+    def of(self, config: dict[str, Any]) -> Family:
+        """Return the family of the text model. Raises ModelConfigError where ``texts`` lacks its type."""
+        if not self.texts:
+            return self
+        name = (config.get(self.part) or {}).get("model_type", next(iter(self.texts)))
+        if name not in self.texts:
+            raise ModelConfigError(
+                f"config.json: a text model of type {name!r:.100} is not supported (supported: "
+                f"{', '.join(self.texts)})"
+            )
+        return self.texts[name]
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return config.json of the text model, with the family's defaults."""
-        return {**self.defaults, **config, **(config.get(self.part) or {})}
+        """Return config.json of the text model, with the family's defaults. The head is tied where the whole
+        or the part ties it: a head that is there all the same is found by ``LayerLoader.differ``."""
+        whole, part = {**self.defaults, **config}, config.get(self.part) or {}
+        tied = whole.get("tie_word_embeddings") or part.get("tie_word_embeddings")
+        return {**whole, **part, **({"tie_word_embeddings": bool(tied)} if part else {})}

@@ -38,6 +38,16 @@ def windows_by_pattern(config: dict[str, Any], num_layers: int) -> Windows:
     return _windows_of(config, num_layers, kinds)
 
 
+def windows_by_pattern_if_any(config: dict[str, Any], num_layers: int) -> Windows:
+    """As ``windows_by_pattern``, or none where ``sliding_window`` is null; a pattern in letters is not read:
+    ``layer_types`` stands beside it."""
+    if not config.get("sliding_window"):
+        return (None,) * num_layers
+    if config.get("layer_types"):
+        return _windows_of(config, num_layers, [])
+    return windows_by_pattern(config, num_layers)
+
+
 def windows_by_layer(config: dict[str, Any], num_layers: int) -> Windows:
     """Where ``use_sliding_window`` is set: the layers that ``layer_types`` names; in older files, those from
     ``max_window_layers`` up."""

@@ -18,7 +18,15 @@ from .gguf_types import BLOCKS, packed_bytes
 Shape = tuple[int, ...]
 WORD_BITS = 32
 MXFP4_GROUP = 32
-BESIDE = (".input_scale", ".weight_shape", ".g_idx", ".weight_g_idx", ".k_scale", ".v_scale")
+BESIDE = (
+    ".input_scale",
+    ".activation_scale",
+    ".weight_shape",
+    ".g_idx",
+    ".weight_g_idx",
+    ".k_scale",
+    ".v_scale",
+)
 """Endings of tensors that are read where they are there, or not at all."""
 
 
@@ -226,12 +234,10 @@ def _awq(config: Mapping[str, Any]) -> Quantisation:
 def _fp8(config: Mapping[str, Any]) -> Quantisation:
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _missing(f"float8 in {config['fmt']}")
-    block = config.get("weight_block_size")
-    scheme = (
-        TensorScheme("plain", 8, block=(int(block[0]), int(block[1])), float8=True, scale="weight_scale_inv")
-        if block
-        else TensorScheme("plain", 8, whole=True, float8=True)
-    )
+    block = config.get("weight_block_size")  # null in files of transformers: a scale for the whole matrix
+    scale = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
+    sides = (int(block[0]), int(block[1])) if block else None
+    scheme = TensorScheme("plain", 8, whole=sides is None, block=sides, float8=True, scale=scale)
     return Quantisation((("Linear", scheme),), ("lm_head", *(config.get("modules_to_not_convert") or ())))
 
 

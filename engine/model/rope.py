@@ -77,6 +77,15 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor
     return torch.cat((cos, sin), dim=1)
 
 
+def query_factors(rope: RopeConfig, max_model_len: int) -> Tensor | None:
+    """float32 [max_model_len], by position: 1 + beta ln(1 + floor(position / original length)); None: all
+    are 1."""
+    if not rope.query_beta or max_model_len <= rope.original_max_position_embeddings:
+        return None
+    lengths = torch.arange(max_model_len) // rope.original_max_position_embeddings
+    return 1 + rope.query_beta * torch.log1p(lengths.float())
+
+
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between
     interpolated."""

@@ -37,6 +37,7 @@ class RopeConfig:
     attention_factor: float = 1.0  # yarn, longrope: multiplies cosines and sines
     short_factors: tuple[float, ...] = ()  # longrope, by pair: for lengths up to the original one
     long_factors: tuple[float, ...] = ()
+    query_beta: float = 0.0  # Llama 4: queries grow with the logarithm of their position
 
     def for_length(self, max_model_len: int) -> RopeConfig:
         """Return the parameters for sequences of up to this length. Longrope's factors differ by it, and so
@@ -52,9 +53,11 @@ def rope_configs(
     windows: Sequence[int | None],
     interleaved: bool = False,
     windows_only: bool = False,
+    norm_after: bool = False,
 ) -> tuple[RopeConfig, ...]:
     """Return the rotary parameters of each layer. ``windows``: of each layer.
-    ``windows_only``: layers that attend to all tokens have none.
+    ``windows_only``: layers that attend to all tokens have none. ``norm_after``: of q and k, which undoes
+    YaRN's factor.
 
     config.json has ``rope_parameters`` (transformers 5), of all layers or by their kind, or ``rope_theta``,
     ``rope_local_base_freq`` (of layers with a window) and ``rope_scaling`` (older files). Where both are
@@ -71,6 +74,8 @@ def rope_configs(
     elif "rope_local_base_freq" in config:
         local = {"rope_theta": config["rope_local_base_freq"]}
     kinds = [_rope_config(of, head_dim, interleaved) for of in (full, local)]
+    if norm_after:
+        kinds = [replace(kind, attention_factor=1.0) for kind in kinds]
     without = RopeConfig(0)
     rotated = config.get("no_rope_layers")  # of each layer: 1, or 0 for one without
     if rotated is None and (interval := int(config.get("no_rope_layer_interval") or 0)):
@@ -102,6 +107,10 @@ def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> Ro
     own = RopeConfig(rotary_dim, interleaved)
     theta = _positive("rope_theta", parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    if kind == "mrope":  # of images: a token of text has one position in place of three
+        kind = "default"
+    if kind == "dynamic" and (alpha := parameters.get("alpha")):  # Hunyuan's, for every length
+        kind, theta = "default", theta * _positive("alpha", alpha) ** (rotary_dim / (rotary_dim - 2))
     if kind not in ROPE_TYPES:
         raise ModelConfigError(
             f"config.json: rope type {kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})"
@@ -110,8 +119,8 @@ def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> Ro
         return replace(own, theta=theta)
     name = "original_max_position_embeddings"  # Phi-3's files have it outside of the rope parameters
     given = config.get(name) or parameters.get(name) or config["max_position_embeddings"]
-    original = int(_positive(name, given))
-    own = replace(own, type=kind, theta=theta, original_max_position_embeddings=original)
+    original, beta = int(_positive(name, given)), float(parameters.get("llama_4_scaling_beta") or 0.0)
+    own = replace(own, type=kind, theta=theta, original_max_position_embeddings=original, query_beta=beta)
     if kind == "longrope":
         return _longrope(own, parameters, config["max_position_embeddings"] / original)
     if "factor" not in parameters:

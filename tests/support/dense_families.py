@@ -9,6 +9,10 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -17,10 +21,16 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
@@ -33,6 +43,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -46,6 +58,15 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+MINISTRAL_ROPE = {  # queries grow from the 33rd token on
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
 }
 LONGROPE = {  # heads of 16 numbers, 12 of them rotated; transformers chooses factors for each sequence
     "original_max_position_embeddings": 1,
@@ -131,9 +152,25 @@ DENSE: Families = {
     "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
     "cohere_plus": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25, "use_qk_norm": True}),
     "cohere2": (Cohere2ForCausalLM, Cohere2Config, {"sliding_window": 24, "sliding_window_pattern": 2}),
+    "ernie4_5": (
+        Ernie4_5ForCausalLM,
+        Ernie4_5Config,
+        {"head_dim": 24, "use_bias": True, "tie_word_embeddings": False},
+    ),
+    "exaone4": (
+        Exaone4ForCausalLM,
+        Exaone4Config,
+        {"head_dim": 24, "sliding_window": 24, "sliding_window_pattern": 2, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "exaone4_full": (
+        Exaone4ForCausalLM,
+        Exaone4Config,
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+    ),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, GEMMA_2),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA_3),
     "gemma3_in_parts": (Gemma3ForConditionalGeneration, gemma3_in_parts, GEMMA_3),
+    "glm": (GlmForCausalLM, GlmConfig, {"head_dim": 16}),
     "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 16}),
     "granite": (
         GraniteForCausalLM,
@@ -144,6 +181,20 @@ DENSE: Families = {
             "attention_multiplier": 0.1,
             "logits_scaling": 8.0,
         },
+    ),
+    "hunyuan": (
+        HunYuanDenseV1ForCausalLM,
+        HunYuanDenseV1Config,
+        {
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+        },
+    ),
+    "ministral3": (
+        Ministral3ForCausalLM,
+        Ministral3Config,
+        {"head_dim": 24, "rope_parameters": MINISTRAL_ROPE},
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
     "olmo3": (
@@ -166,5 +217,10 @@ DENSE: Families = {
     "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 24}),
     "phi4_mini": (Phi3ForCausalLM, Phi3Config, {**LONGROPE, "tie_word_embeddings": True}),
     "phi4_mini_short": (Phi3ForCausalLM, Phi3Config, {**LONGROPE, "original_max_position_embeddings": 512}),
+    "seed_oss": (
+        SeedOssForCausalLM,
+        SeedOssConfig,
+        {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True},
+    ),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"num_hidden_layers": 4}),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .dense_families import DENSE
+from .latent_and_wrapped_families import LATENT_AND_WRAPPED
 from .mixture_families import MIXTURES, Families
 
 VOCAB_SIZE = 320  # 256 bytes, then special tokens and filling
@@ -19,4 +20,4 @@ SMALL = {
     "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": None,
 }
-FAMILIES: Families = DENSE | MIXTURES
+FAMILIES: Families = DENSE | MIXTURES | LATENT_AND_WRAPPED

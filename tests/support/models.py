@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
@@ -29,8 +30,23 @@ def make_checkpoint(
     _make_decisive(model, seed)
     model = model.to(dtype).eval()
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    if family == "kimi_k25":
+        _name_layers(path / "model.safetensors")
     write_byte_tokenizer(path)
     return model
+
+
+def _name_layers(file: Path) -> None:
+    """Rename tensors as published: transformers saves the text's layers by the name of the images' layers."""
+    wrong = {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "model.mm_projector.": "mm_projector.",
+    }
+    tensors = load_file(file)
+    for theirs, right in wrong.items():
+        assert any(name.startswith(theirs) for name in tensors)
+        tensors = {name.replace(theirs, right): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file)
 
 
 def write_byte_tokenizer(path: Path) -> None:
@@ -64,7 +80,7 @@ def _make_decisive(model: PreTrainedModel, seed: int) -> None:
             if name.endswith("bias"):
                 tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
         for name, tensor in model.named_parameters():
-            if "vision" in name or "projector" in name:
+            if any(part in name for part in ("vision", "visual", "projector")):
                 continue
             if name.endswith("norm.weight"):
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from support.families import FAMILIES, SMALL
-from transformers import Gemma3Config
 
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.model.config import ModelConfig, parse_config
@@ -20,6 +19,8 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 24}
 OF_THE_TOKENIZER = {"eos_token_ids", "bos_token_id"}  # which has them where config.json has not
 DIFFERENT = {  # reading, by family and key
     ("gpt_oss", "rope_parameters"): "no file is without them",
+    ("ministral3", "rope_parameters"): "no file is without them",
+    ("mistral3_ministral", "rope_parameters"): "no file is without them",
     ("qwen2_moe", "layer_types"): "files without it are older than transformers' rule",
     ("smollm3", "layer_types"): "files without it have no windows",
     ("phi4_mini", "original_max_position_embeddings"): "it stands among the rope parameters, too",
@@ -31,7 +32,7 @@ def whole(family: str, given: dict[str, Any]) -> dict[str, Any]:
     """config.json as transformers writes it in full. Raises Exception where it refuses the given one."""
     model_class, config_class, _ = FAMILIES[family]
     if "text_config" in given:
-        config_class = Gemma3Config
+        config_class = model_class.config_class
     config = config_class(**given)
     written = config.to_dict()
     for part in ("text_config", "vision_config"):

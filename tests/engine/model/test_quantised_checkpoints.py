@@ -63,10 +63,11 @@ def gptq_of(bits: int, symmetric: bool, act_order: bool, v2: bool = False) -> Ca
     return {**config, "checkpoint_format": "gptq_v2" if v2 else "gptq"}, write
 
 
-def whole(weight: Tensor) -> Written:
+def whole(weight: Tensor, inverse: bool = False) -> Written:
     scale = weight.abs().max() / 448
-    written, wide = float8(weight, scale, "weight_scale", scale)
-    return {**written, "input_scale": torch.tensor(0.5)}, wide
+    names = ("weight_scale_inv", "activation_scale") if inverse else ("weight_scale", "input_scale")
+    written, wide = float8(weight, scale, names[0], scale)
+    return {**written, names[1]: torch.tensor(0.5)}, wide
 
 
 def by_row(weight: Tensor) -> Written:
@@ -110,6 +111,7 @@ CASES: dict[str, Case] = {
     "GPTQ v2 of 8 bits": gptq_of(8, symmetric=False, act_order=True, v2=True),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "FP8 in blocks": ({"quant_method": "fp8", "weight_block_size": SIDES}, by_block),
+    "FP8 by matrix": ({"quant_method": "fp8", "weight_block_size": None}, partial(whole, inverse=True)),
     "ModelOpt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, whole),
 }
 

@@ -1,0 +1,59 @@
+"""The families whose text model is a part of a model for text and images, by the architecture that
+config.json names. Images are not served; their tensors are ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .dense_families import DENSE
+from .family import Family
+from .mixture_families import MIXTURES
+
+TEXT_MODEL = "language_model.model"  # its name in most published checkpoints
+
+
+def part_of(
+    text: Family, name: str, head: str, ignored: tuple[str, ...], defaults: Mapping[str, Any] | None = None
+) -> Family:
+    """``text`` below ``text_config``. ``name``, ``head``: of its tensors."""
+    names = replace(
+        text.tensors,
+        embed=f"{name}.embed_tokens", layer=f"{name}.layers.{{}}", norm=f"{name}.norm", head=head,
+        ignored=(*text.tensors.ignored, *ignored),
+    )  # fmt: skip
+    return replace(text, part="text_config", tensors=names, defaults={**text.defaults, **(defaults or {})})
+
+
+def _mistral(text: Family) -> Family:
+    ignored = ("vision_tower.", "multi_modal_projector.")
+    return part_of(text, TEXT_MODEL, "language_model.lm_head", ignored, {"tie_word_embeddings": True})
+
+
+def _kimi() -> Family:
+    ignored = ("vision_tower.", "mm_projector.")
+    return part_of(
+        MIXTURES["DeepseekV3ForCausalLM"], TEXT_MODEL, "language_model.lm_head", ignored,
+        {"tie_word_embeddings": True},
+    )  # fmt: skip
+
+
+QWEN_2_5 = replace(
+    DENSE["Qwen2ForCausalLM"],
+    defaults={"sliding_window": 4096, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+)
+QWEN_3 = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head",
+    defaults={"head_dim": 128, "rope_theta": 5e5},
+)  # fmt: skip
+MISTRAL = _mistral(DENSE["MistralForCausalLM"])
+WRAPPED: dict[str, Family] = {
+    "KimiK25ForConditionalGeneration": _kimi(),
+    "Kimi_K25ForConditionalGeneration": _kimi(),
+    "Mistral3ForConditionalGeneration": replace(
+        MISTRAL, texts={"mistral": MISTRAL, "ministral3": _mistral(DENSE["Ministral3ForCausalLM"])}
+    ),
+    "Qwen2_5_VLForConditionalGeneration": part_of(QWEN_2_5, "model", "lm_head", ("visual.",)),
+    "Qwen3VLForConditionalGeneration": part_of(QWEN_3, "model.language_model", "lm_head", ("model.visual.",)),
+}

@@ -1,0 +1,140 @@
+"""The small checkpoints with latent attention beside DeepSeek's own, and those of models for text and
+images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import (
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    YoutuConfig,
+    YoutuForCausalLM,
+)
+
+from .dense_families import MINISTRAL_ROPE
+from .mixture_families import DEEPSEEK_ROPE, LATENT, Families
+
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_IMAGES = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+}
+KIMI_IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+
+
+def in_parts(
+    config: type[PreTrainedConfig], images: dict[str, Any], model_type: str | None = None
+) -> Callable[..., PreTrainedConfig]:
+    """Make the configuration of the text model's values, with the smallest part for images."""
+
+    def made(**text: Any) -> PreTrainedConfig:
+        text = text if model_type is None else {"model_type": model_type, **text}
+        whole = {"tie_word_embeddings": bool(text.get("tie_word_embeddings"))}
+        return config(text_config=text, vision_config=dict(images), **whole)
+
+    return made
+
+
+WRAPPED: Families = {
+    "kimi_k25": (
+        Kimi_K25ForConditionalGeneration,
+        in_parts(Kimi_K25Config, KIMI_IMAGES, "deepseek_v3"),
+        {
+            **LATENT,
+            "q_lora_rank": 40,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.8,
+            "rope_parameters": DEEPSEEK_ROPE,
+        },
+    ),
+    "mistral3": (
+        Mistral3ForConditionalGeneration,
+        in_parts(Mistral3Config, PIXTRAL, "mistral"),
+        {"head_dim": 24, "sliding_window": None, "tie_word_embeddings": True},
+    ),
+    "mistral3_ministral": (
+        Mistral3ForConditionalGeneration,
+        in_parts(Mistral3Config, PIXTRAL, "ministral3"),
+        {"head_dim": 24, "rope_parameters": MINISTRAL_ROPE},
+    ),
+    "qwen2_5_vl": (
+        Qwen2_5_VLForConditionalGeneration,
+        in_parts(Qwen2_5_VLConfig, {**QWEN_IMAGES, "fullatt_block_indexes": [0]}),
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [2, 3, 3]}},
+    ),
+    "qwen3_vl": (
+        Qwen3VLForConditionalGeneration,
+        in_parts(
+            Qwen3VLConfig, {**QWEN_IMAGES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+        ),
+        {
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e3,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
+}
+LATENT_AND_WRAPPED: Families = WRAPPED | {
+    "glm4_moe_lite": (
+        Glm4MoeLiteForCausalLM,
+        Glm4MoeLiteConfig,
+        {
+            **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+            "q_lora_rank": 40,
+            "routed_scaling_factor": 1.8,
+            "n_shared_experts": 1,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "youtu": (
+        YoutuForCausalLM,
+        YoutuConfig,
+        {
+            **{
+                key: LATENT[key]
+                for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            },
+            "num_key_value_heads": 4,
+            "q_lora_rank": 40,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
