@@ -14,7 +14,7 @@ from typing import Literal
 
 ToolStyle = Literal[
     "hermes", "llama3", "pythonic", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31",
-    "deepseek_v32", "granite", "phi4", "kimi_k2", "minimax_m2", "gpt_oss",
+    "deepseek_v32", "granite", "phi4", "kimi_k2", "minimax_m2", "seed_oss", "gpt_oss",
 ]  # fmt: skip
 MARK = re.compile(r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_:]+>|\[[A-Z_]+\]")
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
@@ -117,6 +117,12 @@ FORMATS: dict[ToolStyle, CallFormat] = {
         between="\n",
         section=("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
         parameter='<parameter name="$key">$value</parameter>\n',
+    ),
+    "seed_oss": CallFormat(
+        "\n<function=$name>\n$parameters</function>\n",
+        *("<seed:tool_call>", "</seed:tool_call>"),
+        between="\n",
+        parameter="<parameter=$key>$value</parameter>\n",
     ),
     "gpt_oss": CallFormat(
         "$name <|constrain|>json<|message|>$arguments", "<|channel|>commentary to=functions."

@@ -20,10 +20,11 @@ class ThoughtMarks(NamedTuple):
     around: tuple[str, ...] = ()
 
 
-ThoughtStyle = Literal["granite33", "think", "mistral", "granite", "gpt_oss"]
+ThoughtStyle = Literal["granite33", "think", "seed_oss", "mistral", "granite", "gpt_oss"]
 THOUGHTS: dict[ThoughtStyle, ThoughtMarks] = {
     "granite33": ThoughtMarks("<think>", "</think>", around=("<response>", "</response>")),
     "think": ThoughtMarks("<think>", "</think>"),
+    "seed_oss": ThoughtMarks("<seed:think>", "</seed:think>"),
     "mistral": ThoughtMarks("[THINK]", "[/THINK]"),
     "granite": ThoughtMarks("Here is my thought process:", "Here is my response:"),
     "gpt_oss": ThoughtMarks("<|channel|>analysis", "<|end|>", repeated=True),

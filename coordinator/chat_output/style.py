@@ -22,6 +22,7 @@ CALL_SIGNS: tuple[tuple[ToolStyle, tuple[str, ...]], ...] = (
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("seed_oss", ("<seed:tool_call>",)),
     ("qwen3_coder", ("<function=",)),
     ("glm45", ("<arg_key>",)),
     ("hermes", ("<tool_call>",)),

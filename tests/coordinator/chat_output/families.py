@@ -93,6 +93,14 @@ def _minimax_m2(calls: Sequence[Call]) -> str:
     return f"<minimax:tool_call>\n{inner}\n</minimax:tool_call>"
 
 
+def _seed_oss(calls: Sequence[Call]) -> str:
+    text = []
+    for name, arguments in calls:
+        given = "".join(f"<parameter={k}>{_plain(v)}</parameter>\n" for k, v in arguments.items())
+        text.append(f"<seed:tool_call>\n<function={name}>\n{given}</function>\n</seed:tool_call>")
+    return "\n".join(text)
+
+
 def _gpt_oss(calls: Sequence[Call]) -> str:
     return "<|call|><|start|>assistant".join(
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(arguments)}"
@@ -114,6 +122,7 @@ WRITERS: dict[ToolStyle, Callable[[Sequence[Call]], str]] = {
     "phi4": lambda calls: f"<|tool_call|>[{', '.join(_objects(calls))}]<|/tool_call|>",
     "kimi_k2": _kimi_k2,
     "minimax_m2": _minimax_m2,
+    "seed_oss": _seed_oss,
     "gpt_oss": _gpt_oss,
 }
 

@@ -16,7 +16,7 @@ from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.generate.parameter_grammar import parameter_rules
 
 
-@pytest.mark.parametrize("style", ["qwen3_coder", "glm45", "minimax_m2"])
+@pytest.mark.parametrize("style", ["qwen3_coder", "glm45", "minimax_m2", "seed_oss"])
 @pytest.mark.parametrize(
     ("written", "schema", "read"),
     [
@@ -49,7 +49,7 @@ def test_arguments_are_typed_by_the_schema(
     assert calls_in(events) == [("f", {"a": read})]
 
 
-@pytest.mark.parametrize("style", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2"])
+@pytest.mark.parametrize("style", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "seed_oss"])
 def test_a_schema_that_is_a_reference_as_a_whole(style: ToolStyle) -> None:
     """So pydantic writes a model that has itself as a field."""
     node = {"type": "object", "properties": {"name": {"type": "string"}, "next": {"$ref": "#/$defs/Node"}}}

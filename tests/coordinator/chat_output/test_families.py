@@ -259,7 +259,7 @@ def test_what_models_leave_out(style: ToolStyle, text: str) -> None:
 
 @pytest.mark.parametrize(("style", "name"), [(style, name) for style in STYLES for name in ("add", "note")])
 def test_text_that_follows_a_call_without_its_closing_mark(style: ToolStyle, name: str) -> None:
-    if style in (*BARE, "gpt_oss", "qwen3_coder", "glm45", "deepseek_v32", "minimax_m2"):
+    if style in (*BARE, "gpt_oss", "qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "seed_oss"):
         return
     text = WRITERS[style]([(name, {"days": 3})])
     closing = text.rindex("}") + 1 + (style in ("granite", "phi4"))
@@ -288,6 +288,7 @@ TEMPLATES: list[tuple[str, ChatStyle]] = [
     ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", ChatStyle("phi4")),
     ("<|tool_calls_section_begin|>", ChatStyle("kimi_k2")),
     ("{{ '<minimax:tool_call>' }}<invoke name={{ '</think>' }}", ChatStyle("minimax_m2", "think")),
+    ("<seed:tool_call>\n<function=x> <seed:think></seed:think>", ChatStyle("seed_oss", "seed_oss")),
     ("<|start|>{{ role }}<|channel|>final<|message|>", ChatStyle("gpt_oss", "gpt_oss")),
     ("", ChatStyle("hermes")),
 ]

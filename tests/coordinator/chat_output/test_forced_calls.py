@@ -50,7 +50,14 @@ BOUND: dict[str, Any] = {
     "required": ["grade", "path", "either", "texts", "never", "empty"],
     "additionalProperties": False,
 }
-PLAIN_TEXT: tuple[ToolStyle, ...] = ("qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "pythonic")
+PLAIN_TEXT: tuple[ToolStyle, ...] = (
+    "qwen3_coder",
+    "glm45",
+    "deepseek_v32",
+    "minimax_m2",
+    "seed_oss",
+    "pythonic",
+)
 """Write strings without JSON's quotes."""
 FORCED: Any = [
     {"type": "function", "function": {"name": "note", "parameters": LIMITED}},
