@@ -40,16 +40,20 @@ def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixtur
         return ExpertWeights(own, load.placed(load.own_columns(last, down)))
 
     def part(i: int) -> ExpertWeights:
-        """From tensors of all experts: gate and up alternate."""
+        """From tensors of all experts: gate and up alternate, or each is a half."""
         load.checkpoint.drop_pages()
         gate_up, down = (_of_all(load, f"{layer}.{of}", i) for of in (names.gate, names.down))
-        gate, up = (own_part(rows_of(gate_up, slice(first, None, 2)), rank) for first in (0, 1))
+        size = shape.intermediate_size
+        cuts = (slice(size), slice(size, None)) if names.halves else (slice(0, None, 2), slice(1, None, 2))
+        gate, up = (own_part(rows_of(gate_up, cut), rank) for cut in cuts)
         return ExpertWeights([gate, up], load.own_columns(down, f"{layer}.{names.down}"))
 
     router = tensor(f"{names.router}.weight")
     if shape.gates:
         router = torch.cat((router, tensor(f"{names.shared_gate}.weight")))
-    if names.up or names.stacked:
+    if names.halves:
+        weights = MixtureWeights(own_shape, router, part)
+    elif names.up or names.stacked:
         correction = None
         if config.corrected:
             correction = load.checkpoint.tensor(f"{layer}.{names.correction}").flatten()

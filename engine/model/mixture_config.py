@@ -27,8 +27,9 @@ class MixtureNames:
     number.
 
     Where ``up`` is "", ``gate`` and ``down`` hold those of all experts, inputs before outputs, gate and up by
-    turns, and with ``_bias`` their biases; the router has one too (gpt-oss). ``stacked``: outputs before
-    inputs, gate above up, and no biases (Granite); so is the shared expert where its ``up`` is "".
+    turns, and with ``_bias`` their biases; the router has one too (gpt-oss). ``halves``: gate before up, and
+    no biases (Qwen3-VL). ``stacked``: the same, with outputs before inputs (Granite); so is the shared expert
+    where its ``up`` is "".
     ``shared``: gate, up and down of the expert of all tokens; ``shared_gate``: its weight in the sum, or 1.
     ``correction``: the whole name, where config.json asks for one; a row where it is ``in_a_row``.
     """
@@ -41,6 +42,7 @@ class MixtureNames:
     shared_gate: str = ""
     correction: str = ""
     in_a_row: bool = False
+    halves: bool = False
     stacked: bool = False
 
 
@@ -58,23 +60,26 @@ class MixtureConfig:
         s, names = self.shape, self.names
         hidden, size = s.hidden_size, s.intermediate_size
         expected: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (s.num_experts, hidden)}
-        if names.stacked:
+        if names.up:
+            for i in range(s.num_experts):
+                parts = [of.format(i) for of in (names.gate, names.up, names.down)]
+                expected |= _mlp(parts, size, hidden)
+        elif names.stacked:
             expected |= {
                 f"{names.gate}.weight": (s.num_experts, 2 * size, hidden),
                 f"{names.down}.weight": (s.num_experts, hidden, size),
             }
-        elif not names.up:
+        else:
+            expected |= {
+                names.gate: (s.num_experts, hidden, 2 * size),
+                names.down: (s.num_experts, size, hidden),
+            }
+        if not (names.up or names.stacked or names.halves):
             expected |= {
                 f"{names.router}.bias": (s.num_experts,),
-                names.gate: (s.num_experts, hidden, 2 * size),
                 f"{names.gate}_bias": (s.num_experts, 2 * size),
-                names.down: (s.num_experts, size, hidden),
                 f"{names.down}_bias": (s.num_experts, hidden),
             }
-        else:
-            for i in range(s.num_experts):
-                parts = [of.format(i) for of in (names.gate, names.up, names.down)]
-                expected |= _mlp(parts, size, hidden)
         if s.shared_size:
             expected |= _mlp(names.shared, s.shared_size, hidden)
         if s.gates:

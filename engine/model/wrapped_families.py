@@ -9,6 +9,7 @@ from typing import Any
 
 from .dense_families import DENSE
 from .family import Family
+from .mixture_config import MixtureNames
 from .mixture_families import MIXTURES
 
 TEXT_MODEL = "language_model.model"  # its name in most published checkpoints
@@ -47,6 +48,9 @@ QWEN_3 = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head",
     defaults={"head_dim": 128, "rope_theta": 5e5},
 )  # fmt: skip
+QWEN_3_EXPERTS = MixtureNames(
+    "mlp.gate", "mlp.experts.gate_up_proj", "", "mlp.experts.down_proj", halves=True
+)
 MISTRAL = _mistral(DENSE["MistralForCausalLM"])
 WRAPPED: dict[str, Family] = {
     "KimiK25ForConditionalGeneration": _kimi(),
@@ -56,4 +60,7 @@ WRAPPED: dict[str, Family] = {
     ),
     "Qwen2_5_VLForConditionalGeneration": part_of(QWEN_2_5, "model", "lm_head", ("visual.",)),
     "Qwen3VLForConditionalGeneration": part_of(QWEN_3, "model.language_model", "lm_head", ("model.visual.",)),
+    "Qwen3VLMoeForConditionalGeneration": part_of(
+        replace(QWEN_3, mixture=QWEN_3_EXPERTS), "model.language_model", "lm_head", ("model.visual.",)
+    ),
 }

@@ -18,6 +18,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     YoutuConfig,
     YoutuForCausalLM,
 )
@@ -43,6 +45,7 @@ QWEN_IMAGES = {
     "out_hidden_size": 64,
     "patch_size": 14,
 }
+QWEN_3_IMAGES = {**QWEN_IMAGES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 KIMI_IMAGES = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -96,9 +99,7 @@ WRAPPED: Families = {
     ),
     "qwen3_vl": (
         Qwen3VLForConditionalGeneration,
-        in_parts(
-            Qwen3VLConfig, {**QWEN_IMAGES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-        ),
+        in_parts(Qwen3VLConfig, QWEN_3_IMAGES),
         {
             "head_dim": 32,
             "tie_word_embeddings": True,
@@ -111,6 +112,18 @@ WRAPPED: Families = {
         },
     ),
 }
+WRAPPED["qwen3_vl_moe"] = (
+    Qwen3VLMoeForConditionalGeneration,
+    in_parts(Qwen3VLMoeConfig, QWEN_3_IMAGES),
+    {
+        **WRAPPED["qwen3_vl"][2],
+        "tie_word_embeddings": False,
+        "num_experts": 6,  # of 8 a row of bfloat16 takes another, in one of both models
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
+)
 LATENT_AND_WRAPPED: Families = WRAPPED | {
     "glm4_moe_lite": (
         Glm4MoeLiteForCausalLM,

@@ -32,6 +32,8 @@ def make_checkpoint(
     model.save_pretrained(path, max_shard_size=max_shard_size)
     if family == "kimi_k25":
         _name_layers(path / "model.safetensors")
+    if family == "qwen3_vl_moe":
+        _transpose_experts(path / "model.safetensors")
     write_byte_tokenizer(path)
     return model
 
@@ -46,6 +48,15 @@ def _name_layers(file: Path) -> None:
     for theirs, right in wrong.items():
         assert any(name.startswith(theirs) for name in tensors)
         tensors = {name.replace(theirs, right): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file)
+
+
+def _transpose_experts(file: Path) -> None:
+    """Put inputs before outputs, as published; transformers does so only where it has loaded the model."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
     save_file(tensors, file)
 
 

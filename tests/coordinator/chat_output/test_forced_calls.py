@@ -51,6 +51,8 @@ BOUND: dict[str, Any] = {
     "additionalProperties": False,
 }
 PLAIN_TEXT: tuple[ToolStyle, ...] = (
+    *("qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "seed_oss", "pythonic"),
+)
     "qwen3_coder",
     "glm45",
     "deepseek_v32",

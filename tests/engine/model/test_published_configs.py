@@ -253,3 +253,22 @@ def test_youtu() -> None:
     )
     assert (config.mixture, config.ropes[0].interleaved) == (None, True)
     assert "model.layers.0.mlp.gate_proj.weight" in expected_tensors(config)
+
+
+def test_qwen_3_vl_with_experts_has_all_of_a_layer_in_one_tensor() -> None:
+    text = {
+        **SIZES,
+        "head_dim": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 768,
+    }
+    config = parsed(
+        "Qwen3VLMoeForConditionalGeneration",
+        text_config={**text, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        vision_config={},
+    )
+    expected, experts = expected_tensors(config), "model.language_model.layers.3.mlp.experts"
+    assert expected[f"{experts}.gate_up_proj"] == (8, 4096, 2 * 768)
+    assert expected[f"{experts}.down_proj"] == (8, 768, 4096)
+    assert f"{experts}.gate_up_proj_bias" not in expected
