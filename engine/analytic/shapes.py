@@ -60,8 +60,6 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     step = config.get("decoder_sparse_step", 1)
     without = config.get("mlp_only_layers") or range(config.get("first_k_dense_replace", 0))
     moe_layers = sum((i + 1) % step == 0 and i not in without for i in range(layers)) if experts else 0
-    if experts and (kinds := config.get("mlp_layer_types")):
-        moe_layers = sum(kind == "sparse" for kind in kinds)
     shared = (config.get("n_shared_experts") or 0) * expert
     shared_widths = ("shared_expert_intermediate_size", "shared_intermediate_size")
     shared += 3 * hidden * sum(config.get(key) or 0 for key in shared_widths)

@@ -53,13 +53,6 @@ BOUND: dict[str, Any] = {
 PLAIN_TEXT: tuple[ToolStyle, ...] = (
     *("qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "seed_oss", "pythonic"),
 )
-    "qwen3_coder",
-    "glm45",
-    "deepseek_v32",
-    "minimax_m2",
-    "seed_oss",
-    "pythonic",
-)
 """Write strings without JSON's quotes."""
 FORCED: Any = [
     {"type": "function", "function": {"name": "note", "parameters": LIMITED}},

@@ -46,6 +46,7 @@ def test_every_model_has_as_many_weights_as_its_maker_says() -> None:
     [
         *("llama2", "qwen3", "mixtral", "qwen2_moe", "deepseek2", "deepseek3", "dots1", "ernie4_5_moe"),
         *("exaone_moe", "glm4_moe", "granite_moe_shared", "hy_v3", "minimax_m2", "olmoe", "solar_open"),
+        *("exaone4", "glm4_moe_lite", "kimi_k25", "mistral3", "qwen3_vl_moe", "seed_oss", "youtu"),
     ],
 )
 def test_a_shape_counts_the_matrices_that_are_loaded(family: str) -> None:

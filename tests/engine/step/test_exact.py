@@ -51,6 +51,8 @@ FAMILIES = [
     "cohere2",
     "cohere_plus",
     "deepseek2",
+    "hunyuan",
+    "ministral3",
     "qwen2_moe",
     "gpt_oss",
 ]
@@ -59,7 +61,7 @@ FAMILIES = [
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Norms of heads and tied embeddings; a sliding window and heads of 24; gelu and norms on both
-    sides of a layer's parts; experts; sinks."""
+    sides of a layer's parts; experts; sinks; queries that change behind rope."""
     path = tmp_path_factory.mktemp("checkpoint")
     make_checkpoint(path, request.param, vocab_size=VOCAB_SIZE + 3)  # rows of logits begin at odd addresses
     return path
