@@ -55,6 +55,9 @@ FAMILIES = [
     "ministral3",
     "qwen2_moe",
     "gpt_oss",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "granite_moe_shared",
 ]
 
 
