@@ -85,7 +85,7 @@ MIXTURES: dict[str, Family] = {
             "rope_theta": 5e5,
         },
     ),
-    "ExaoneMoEForCausalLM": EXAONE,  # as the published files have it
+    "ExaoneMoEForCausalLM": EXAONE,  # the name by which vLLM serves K-EXAONE
     "ExaoneMoeForCausalLM": EXAONE,
     "Glm4MoeForCausalLM": Family(
         qk_norm="head", mixture=DEEPSEEK_MIXTURE,
