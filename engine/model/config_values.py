@@ -36,7 +36,15 @@ FLAGS = (
     "rope_interleave", "use_sliding_window", "use_bidirectional_attention", "is_causal", "truncate",
     "attention_out_bias", "use_bias",
 )  # fmt: skip
-LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers", "mlp_layer_types", "short_factor", "long_factor")
+LISTS = (
+    "layer_types",
+    "no_rope_layers",
+    "mlp_only_layers",
+    "mlp_layer_types",
+    "short_factor",
+    "long_factor",
+    "layer_rope_theta",
+)
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 KINDS: dict[str, tuple[str, type[Any]]] = {
     **dict.fromkeys(NUMBERS, (f"a number from 0 to {MOST:g}", float)),

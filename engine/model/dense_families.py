@@ -10,6 +10,7 @@ from .family_rules import (
     gemma_scales,
     granite_scales,
     same_window,
+    windows_behind_full,
     windows_by_layer,
     windows_by_pattern,
     windows_by_pattern_if_any,
@@ -110,6 +111,14 @@ DENSE: dict[str, Family] = {
         ),
     ),
     "GraniteForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales),
+    "GraniteSWAForCausalLM": Family(
+        o_bias="attention_bias", mlp_bias="mlp_bias", scales=granite_scales, windows=windows_behind_full,
+        tensors=TensorNames(sinks="self_attn.sinks"),
+        defaults={
+            "tie_word_embeddings": True, "sliding_window": 128, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+        },
+    ),
     "HunYuanDenseV1ForCausalLM": Family(
         o_bias="attention_bias", qk_norm="head", norm_after_rope=True,
         tensors=TensorNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),

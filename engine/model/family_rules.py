@@ -48,6 +48,11 @@ def windows_by_pattern_if_any(config: dict[str, Any], num_layers: int) -> Window
     return windows_by_pattern(config, num_layers)
 
 
+def windows_behind_full(config: dict[str, Any], num_layers: int) -> Windows:
+    """The layers that ``layer_types`` names; else all but each first of four."""
+    return _windows_of(config, num_layers, [SLIDING if i % 4 else FULL for i in range(num_layers)])
+
+
 def windows_by_layer(config: dict[str, Any], num_layers: int) -> Windows:
     """Where ``use_sliding_window`` is set: the layers that ``layer_types`` names; in older files, those from
     ``max_window_layers`` up."""

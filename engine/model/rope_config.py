@@ -87,6 +87,15 @@ def rope_configs(
             f"config.json: no_rope_layers must have {len(windows)} entries, one for each layer; found "
             f"{len(rotated)}"
         )
+    if thetas := config.get("layer_rope_theta"):  # Granite's, 0: none; whatever the layer attends to
+        if len(thetas) != len(windows):
+            raise ModelConfigError(
+                f"config.json: layer_rope_theta must have {len(windows)} entries; found {len(thetas)}"
+            )
+        return tuple(
+            replace(kinds[0], theta=_positive("layer_rope_theta", theta)) if theta else without
+            for theta in thetas
+        )
     return tuple(
         without if rotated is not None and not rotated[i] else kinds[window is not None]
         for i, window in enumerate(windows)

@@ -25,6 +25,8 @@ from transformers import (
     GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     LlamaConfig,
@@ -180,6 +182,19 @@ DENSE: Families = {
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.1,
             "logits_scaling": 8.0,
+        },
+    ),
+    "granite_swa": (
+        GraniteSWAForCausalLM,
+        GraniteSWAConfig,
+        {
+            "sliding_window": 24,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+            "layer_rope_theta": [1e3, 0, 1e4],
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
     "hunyuan": (

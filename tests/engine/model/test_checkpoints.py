@@ -112,8 +112,8 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **L
         ({"quantization_config": {"bits": 4}}, "quantised weights: quant_method None"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         (
-            {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}},
-            "rope type 'mrope' is not supported",
+            {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}},
+            "rope type 'axial' is not supported",
         ),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"head_dim": 12}, "multiple of 8"),
