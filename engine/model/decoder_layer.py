@@ -126,7 +126,10 @@ class DecoderLayer:
         return self._scaled(q, rope.positions)
 
     def _scaled(self, q: Tensor, positions: Tensor) -> Tensor:
-        return q if self._query_factors is None else q * self._query_factors[positions][:, None, None]
+        if self._query_factors is None:
+            return q
+        known = positions.clamp(0, len(self._query_factors) - 1)  # a graph's rows of padding hold any number
+        return q * self._query_factors[known][:, None, None]
 
     def _norm_of_all_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x``: of this rank's heads. The others may still read it when this returns."""
