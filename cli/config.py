@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import pkgutil
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,48 +26,57 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..loadgen.settings import LoadSettings
-from ..planner.settings import PlanSettings, ProfileSettings, SimulateSettings
-from ..traces.settings import TraceConvertSettings, TraceFitSettings, TraceMakeSettings, TraceStatsSettings
 from ..transport.process.private_files import OpenToOthers, require_private
-from ..worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
-from .key_settings import (
-    KeysCreateSettings,
-    KeysListSettings,
-    KeysRevokeSettings,
-    KeysRotateSettings,
-    KeysTenantSettings,
-    KeysTierSettings,
-)
-from .settings import ChatSettings, DoctorSettings, FlipSettings, ServerSettings, TopSettings, UpSettings
-from .usage import UsageSettings
 
-SECTIONS: dict[str, type[BaseModel]] = {
-    "coordinator": ServerSettings,
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
-    "worker": FlexibleSettings,
-    "up": UpSettings,
-    "chat": ChatSettings,
-    "top": TopSettings,
-    "doctor": DoctorSettings,
-    "flip": FlipSettings,
-    "bench": LoadSettings,
-    "usage": UsageSettings,
-    "keys_create": KeysCreateSettings,
-    "keys_list": KeysListSettings,
-    "keys_rotate": KeysRotateSettings,
-    "keys_revoke": KeysRevokeSettings,
-    "keys_tenant": KeysTenantSettings,
-    "keys_tier": KeysTierSettings,
-    "profile": ProfileSettings,
-    "simulate": SimulateSettings,
-    "plan": PlanSettings,
-    "trace_stats": TraceStatsSettings,
-    "trace_convert": TraceConvertSettings,
-    "trace_make": TraceMakeSettings,
-    "trace_fit": TraceFitSettings,
-}
+
+class Sections(Mapping[str, type[BaseModel]]):
+    """Settings model by section. Each is imported when it is first asked for: a worker needs only its own."""
+
+    def __init__(self, models: Mapping[str, str]) -> None:
+        self._models = models  # MODULE:CLASS
+
+    def __getitem__(self, section: str) -> type[BaseModel]:
+        model: type[BaseModel] = pkgutil.resolve_name(f"splitserve.{self._models[section]}")
+        return model
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __contains__(self, section: object) -> bool:
+        return section in self._models
+
+
+SECTIONS = Sections(
+    {
+        "coordinator": "cli.settings:ServerSettings",
+        "prefill": "worker.settings:PrefillSettings",
+        "decode": "worker.settings:DecodeSettings",
+        "worker": "worker.settings:FlexibleSettings",
+        "up": "cli.settings:UpSettings",
+        "chat": "cli.settings:ChatSettings",
+        "top": "cli.settings:TopSettings",
+        "doctor": "cli.settings:DoctorSettings",
+        "flip": "cli.settings:FlipSettings",
+        "bench": "loadgen.settings:LoadSettings",
+        "usage": "cli.usage:UsageSettings",
+        "keys_create": "cli.key_settings:KeysCreateSettings",
+        "keys_list": "cli.key_settings:KeysListSettings",
+        "keys_rotate": "cli.key_settings:KeysRotateSettings",
+        "keys_revoke": "cli.key_settings:KeysRevokeSettings",
+        "keys_tenant": "cli.key_settings:KeysTenantSettings",
+        "keys_tier": "cli.key_settings:KeysTierSettings",
+        "profile": "planner.settings:ProfileSettings",
+        "simulate": "planner.settings:SimulateSettings",
+        "plan": "planner.settings:PlanSettings",
+        "trace_stats": "traces.settings:TraceStatsSettings",
+        "trace_convert": "traces.settings:TraceConvertSettings",
+        "trace_make": "traces.settings:TraceMakeSettings",
+        "trace_fit": "traces.settings:TraceFitSettings",
+    }
+)
 COMMON = "common"
 ENV_PREFIX = "SPLITSERVE_"
 CONFIG_VARIABLE = "SPLITSERVE_CONFIG"
@@ -189,19 +199,22 @@ def known_names() -> dict[str, list[str]]:
 
 def _from_env(env: Mapping[str, str]) -> dict[str, dict[str, Value]]:
     """Return the settings that variables give, by section."""
+    given = {
+        variable: text
+        for variable, text in env.items()
+        if variable.startswith(ENV_PREFIX)
+        and variable != CONFIG_VARIABLE
+        and not _is_of_a_service(variable, text)
+    }
+    if not given:
+        return {}  # without a look at all sections, each of which has to be imported
     places = {
         variable_of(name, "" if section == COMMON else section): (section, name)
         for section, fields in known_names().items()
         for name in fields
     }
     found: dict[str, dict[str, Value]] = {}
-    for variable, text in env.items():
-        if (
-            not variable.startswith(ENV_PREFIX)
-            or variable == CONFIG_VARIABLE
-            or _is_of_a_service(variable, text)
-        ):
-            continue
+    for variable, text in given.items():
         if variable not in places:
             raise ConfigError(
                 f"environment variable {variable} is not a "

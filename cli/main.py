@@ -58,9 +58,10 @@ def command(section: str, function: str, text: str, argument: click.Argument | N
         require_writable(settings)
         sys.exit(pkgutil.resolve_name(f"splitserve.{function}")(settings, *arguments) or 0)
 
-    params = [*filter(None, [argument]), *options(SECTIONS[section]), config_option()]
-    name = section.rpartition("_")[2]
-    return SettingsCommand(name, params=params, callback=callback, help=text, epilog=EPILOG)
+    def params() -> list[click.Parameter]:
+        return [*filter(None, [argument]), *options(SECTIONS[section]), config_option()]
+
+    return SettingsCommand(section.rpartition("_")[2], params, callback=callback, help=text, epilog=EPILOG)
 
 
 def files() -> click.Argument:
@@ -70,7 +71,8 @@ def files() -> click.Argument:
 
 
 def up_command() -> click.Command:
-    from .up import up_options
+    def params() -> list[click.Parameter]:
+        return [*pkgutil.resolve_name("splitserve.cli.up:up_options")(), config_option()]
 
     def callback(config: Path | None, **flags: Any) -> None:
         from .launch import launch
@@ -85,9 +87,7 @@ def up_command() -> click.Command:
         "Ctrl-C. An option of the workers holds for all of them; with --prefill- or --decode- before its "
         "name for one role only (--decode-device cuda:1). Workers are dealt out over the GPUs there are."
     )
-    return SettingsCommand(
-        "up", params=[*up_options(), config_option()], callback=callback, help=text, epilog=EPILOG
-    )
+    return SettingsCommand("up", params, callback=callback, help=text, epilog=EPILOG)
 
 
 @click.command()

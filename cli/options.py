@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import re
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -59,12 +60,28 @@ class SettingOption(click.Option):
 
 class SettingsCommand(click.Command):
     """A command whose help lists its options under their groups: of many only the everyday ones, without
-    --help-all."""
+    --help-all. ``make_params`` is called when the parameters are first asked for: only the command that runs
+    imports its settings."""
 
-    def __init__(self, name: str, **attributes: Any) -> None:
+    def __init__(
+        self, name: str, make_params: Callable[[], list[click.Parameter]], **attributes: Any
+    ) -> None:
         super().__init__(name, **attributes)
-        if sum(not getattr(parameter, "hidden", False) for parameter in self.params) > MAX_SHOWN:
-            self.params.append(_help_all())
+        self._make_params = make_params
+
+    @cached_property
+    def _params(self) -> list[click.Parameter]:
+        params = self._make_params()
+        is_long = sum(not getattr(parameter, "hidden", False) for parameter in params) > MAX_SHOWN
+        return [*params, *([_help_all()] if is_long else [])]
+
+    @property
+    def params(self) -> list[click.Parameter]:
+        return self._params
+
+    @params.setter
+    def params(self, _: list[click.Parameter]) -> None:
+        """Ignored: ``click.Command`` assigns the parameters that it was made with, none here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
