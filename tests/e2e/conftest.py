@@ -1,4 +1,5 @@
-"""Clusters that several tests share: starting one takes seconds."""
+"""Clusters that several tests share: starting one takes seconds. They end with the last test of this folder:
+until the session ended, their heartbeats took a tenth of a core from all other tests."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.cluster import Cluster, running
-from e2e.forked_cluster import ForkedCluster, forked
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
+
+from e2e.cluster import Cluster, running
+from e2e.forked_cluster import ForkedCluster, forked
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +22,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
     return folder, model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(
     tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
@@ -30,7 +32,7 @@ def cluster(
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def forked_cluster(
     tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ForkedCluster]:
