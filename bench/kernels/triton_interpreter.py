@@ -118,6 +118,28 @@ def _keep_what_never_changes() -> None:
     make, tensor.__init__ = tensor.__init__, set_type
     make_block, block_type.__init__ = block_type.__init__, set_block
     module._patch_builtin, module._get_np_dtype = patch_builtin, get_np_dtype
+    _patch_once_a_launch()
+
+
+def _patch_once_a_launch() -> None:
+    """The interpreter redirects Triton's language once more at each call of one kernel by another, which
+    changes nothing: all of it stays redirected until the launch ends."""
+    module: Any = interpreter
+    executor: Any = interpreter.GridExecutor
+    patch, run = module._patch_lang, executor.__call__
+    redirected: set[str] = set()  # modules whose names of the language are, in this launch
+
+    def patch_language(kernel: Any) -> Any:
+        if kernel.__module__ in redirected:
+            return module._LangPatchScope()
+        redirected.add(kernel.__module__)
+        return patch(kernel)
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        redirected.clear()
+        return run(self, *args, **kwargs)
+
+    module._patch_lang, executor.__call__ = patch_language, launch
 
 
 def _let_scalars_bound_loops() -> None:
