@@ -16,7 +16,7 @@ import pytest
 from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, running, wait_for
 from transformers import PreTrainedModel
 
-NUM_TOKENS = 250
+NUM_TOKENS = 150
 UNDER_WAY = 5  # pieces of each stream before the kill
 SAMPLED = {"temperature": 1.2, "seed": 7, "top_p": 0.95, "min_p": 0.01}
 PENALTIES = {
