@@ -31,8 +31,8 @@ FIRST_SEED = int(os.environ.get("SPLITSERVE_SIMULATION_SEED", secrets.randbelow(
 SMALL_WORLD = 50
 """Requests: what a bug leaves behind shows at its end. (Large ones, of ``REQUESTS``, have time for what takes
 long to build up.)"""
-PARTS = (REQUESTS, 2_500), (REQUESTS, 2_500), (REQUESTS, 2_500), (SMALL_WORLD, 1_000)
-OF_A_KIND = ((REQUESTS, 500), (SMALL_WORLD, 100))
+PARTS = (REQUESTS, 2_500), (REQUESTS, 2_500), (SMALL_WORLD, 1_000)
+OF_A_KIND = ((REQUESTS, 500), (SMALL_WORLD, 50))
 """Requests a world, and in all. (A request of a small world takes three times as long.)"""
 SEEN = Report()
 """What has happened in the tests of this file so far."""

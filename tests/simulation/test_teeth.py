@@ -33,7 +33,7 @@ from simulation import (
 from simulation.campaign import run
 
 BUDGET = 6_000
-"""Requests within which each must be found; the everyday run (test_faults.py) makes 31,000, one in seven of
+"""Requests within which each must be found; the everyday run (test_faults.py) makes 27,000, one in nine of
 them in worlds of 50."""
 A_WORLD = 50
 """Requests: what a bug leaves behind shows at a world's end, if nothing that comes later mends it."""
