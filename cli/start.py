@@ -7,14 +7,18 @@ import os
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from ..deploy.process_log import log_to_stderr
-from ..loadgen.settings import LoadSettings
-from ..planner.settings import ProfileSettings
-from ..worker.settings import DecodeSettings, PrefillSettings
+from ..transport.process.heap import seldom_collected
 from .checks import read_key, require_model
 from .model_source import with_folder
 from .server_access import trust
+
+if TYPE_CHECKING:  # a command imports its own settings alone
+    from ..loadgen.settings import LoadSettings
+    from ..planner.settings import ProfileSettings
+    from ..worker.settings import DecodeSettings, PrefillSettings
 
 TERMINATED = 128 + signal.SIGTERM
 _log = logging.getLogger(__name__)
@@ -28,7 +32,8 @@ def worker(settings: PrefillSettings | DecodeSettings) -> None:
     _end_with_any_thread()
     settings = with_folder(settings, weights=settings.runner == "model")
     require_model(settings.model, weights=settings.runner == "model")
-    from ..worker.main import run
+    with seldom_collected(0):  # imports leave no garbage: to look for some takes a sixth of their time
+        from ..worker.main import run
 
     run(settings)
 
