@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.models import make_checkpoint
-from transformers import PreTrainedModel
-
 from e2e.cluster import Cluster, running
 from e2e.forked_cluster import ForkedCluster, forked
+from support.models import make_checkpoint
+from transformers import PreTrainedModel
 
 
 @pytest.fixture(scope="session")
