@@ -157,17 +157,14 @@ def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
 
 
 MIXTURES = (
-    ("glm4_moe_norms", "compressed-tensors FP8 dynamic"),
-    ("minimax_m2", "FP8 in blocks"),
+    *(("glm4_moe_norms", "compressed-tensors FP8 dynamic"), ("minimax_m2", "FP8 in blocks")),
     ("qwen3_moe", "FP8 in blocks"),
     ("qwen3_moe", "compressed-tensors FP8 dynamic"),
     ("qwen3_moe", "compressed-tensors W4A16"),
     ("qwen3_moe", "compressed-tensors W8A16 by row"),
     ("qwen2_moe", "compressed-tensors int8 weights"),
     ("qwen2_moe", "GPTQ in act-order"),
-    ("mixtral", "GPTQ with zeros"),
-    ("mixtral", "AWQ"),
-    ("mixtral", "ModelOpt FP8"),
+    *(("mixtral", case) for case in ("GPTQ with zeros", "AWQ", "ModelOpt FP8")),
     ("deepseek2", "GPTQ in act-order"),
     ("deepseek3", "FP8 in blocks"),
     ("deepseek3", "compressed-tensors W4A16"),
@@ -272,7 +269,7 @@ def test_modules_that_are_left_out(pattern: str) -> None:
     quantisation = parse_quantisation({**config, "ignore": [pattern]}, {})
     assert quantisation is not None
     assert quantisation.of("model.layers.0.mlp.down_proj") is None
-    assert quantisation.of("model.layers.0.self_attn.q_proj") is not None
+    assert quantisation.of("model.layers.0.self_attn.q_proj")
     assert quantisation.of("model.embed_tokens") is None
 
 
