@@ -60,10 +60,13 @@ def test_linears(tmp_path: Path, case: str, exact: bool) -> None:
 
 @pytest.mark.parametrize(("family", "case"), MIXTURES)
 def test_experts(tmp_path: Path, family: str, case: str) -> None:
-    latent = {"deepseek2": {"v_head_dim": 16}, "deepseek3": {"v_head_dim": 16, "q_lora_rank": 48}}.get(
-        family, {}
-    )
-    model = make_checkpoint(tmp_path, family, **dict.fromkeys(EXPERT_SIZES, 128), **SIZES, **latent)
+    heads = {
+        "deepseek2": {"v_head_dim": 16},
+        "deepseek3": {"v_head_dim": 16, "q_lora_rank": 48},
+        "minimax_m2": {"head_dim": 32},
+    }
+    sizes = {**dict.fromkeys(EXPERT_SIZES, 128), **SIZES, **heads.get(family, {})}
+    model = make_checkpoint(tmp_path, family, **sizes)
     rewrite(tmp_path, model, *CASES[case])
     if "act-order" in case:
         with pytest.raises(ModelConfigError, match=r"size 2 does not fit .*: .*act-order"):
