@@ -163,7 +163,8 @@ class PlayedRole(ABC):
                 self.departure.flip(message.role, message.timeout_s, now)
             else:
                 self.core.from_coordinator(message, now)
-        self._receiving.receive(ready, self.core, now, self._reports.received)
+        if self._leaves_by == inf:  # later no peer's offer is granted: the blocks outlive a role that flips
+            self._receiving.receive(ready, self.core, now, self._reports.received)
         self.sending.receive(ready, now)
         self.core.prefixes.advance(self._receiving.blocks_a_turn, now)
         self._parts.grammars.report(self.core)

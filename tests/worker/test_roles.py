@@ -20,6 +20,7 @@ from splitserve.worker.live_parts import live_parts
 from splitserve.worker.live_roles import PrefillRole
 from splitserve.worker.loop import Worker
 from splitserve.worker.main import serve
+from splitserve.worker.played_role import LINGER_S
 from splitserve.worker.roles import Departure
 from splitserve.worker.settings import FlexibleSettings
 
@@ -77,6 +78,24 @@ def test_a_role_that_rests_again_lingers_again(flexible: Worker, monkeypatch: py
         assert not role.departure.is_due(0.9 * host.linger_s)
     assert not role.departure.is_due(1.8 * host.linger_s)
     assert role.departure.is_due(3 * host.linger_s)
+
+
+def test_a_role_that_waits_for_goodbyes_answer_grants_no_blocks(
+    flexible: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late offer was granted just then; the role ended, the process went on, and never had the blocks
+    back."""
+    role, came = flexible.roles["decode"], list[float]()
+    monkeypatch.setattr(role._receiving, "receive", lambda ready, core, now, on_message: came.append(now))
+    (link,) = role.links._links.values()
+    link.coordinator = 1  # it has welcomed the worker
+    role.core.drain(0.0)
+    leaves_at = role.departure._host.linger_s  # type: ignore[union-attr]
+    ended = []
+    for now in (0.0, leaves_at, leaves_at + 0.1, leaves_at + LINGER_S):
+        role.receive(set(), now)
+        ended.append(role.has_ended(now))
+    assert (came, ended) == ([0.0, leaves_at], [False, False, False, True])
 
 
 def test_a_role_that_ends_keeps_the_other_waiting_for_nothing(
