@@ -29,5 +29,5 @@ def vocabulary_name(folder: Path) -> str:
 def _pieces(vocabulary: Any) -> list[Any]:
     """By id. Unigram's are a list with scores, in the order of their ids."""
     if isinstance(vocabulary, list):
-        return [piece for piece, _ in vocabulary]
+        return [(number, piece) for number, (piece, _) in enumerate(vocabulary)]
     return sorted((number, piece) for piece, number in vocabulary.items())

@@ -42,6 +42,12 @@ def test_scores_of_unigrams_do_not_count(tmp_path: Path) -> None:
     assert len(names) == 2
 
 
+def test_a_tokenizer_that_was_written_again_in_another_form_has_the_same_name(tmp_path: Path) -> None:
+    """Libraries write a SentencePiece vocabulary as BPE or as unigrams; its workers were refused."""
+    unigrams = {"model": {"type": "Unigram", "vocab": [[piece, -1.0] for piece in PIECES]}}
+    assert name_of(tmp_path, unigrams) == name_of(tmp_path, BPE)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": {"vocab": 3}}', '{"model": {"vocab": [1]}}'])
 def test_what_cannot_be_read_is_not_compared(tmp_path: Path, text: str) -> None:
     assert vocabulary_name(tmp_path) == ""
