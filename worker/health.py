@@ -59,7 +59,8 @@ class Health:
         for name, role in roles.items():
             misfits = role.links.misfits
             if not misfits:
-                return f"no coordinator has taken in the {name} worker"
+                why = f": {refusal}" if (refusal := role.links.refusal) else ""
+                return f"no coordinator has taken in the {name} worker{why}"
             if all(misfits):
                 return misfits[0]
         return ""

@@ -49,7 +49,7 @@ FENCE_EVERY_S, FORGET_FENCED_S = 1.0, 60.0
 FORGET_REFUSED_S = 10.0
 """A worker that is refused sends Hello again every second."""
 OTHER_VOCABULARY = (
-    "its tokenizer.json has another vocabulary than the coordinator's, so every answer would be wrong text: "
+    "its tokenizer.json has another vocabulary than the coordinator's, so answers would be wrong text: "
     "start both with the same --model"
 )
 

@@ -20,9 +20,10 @@ class Clock:
         return self.now
 
 
-def role(*misfits: str, leaving: bool = False) -> Any:
+def role(*misfits: str, leaving: bool = False, refusal: str = "") -> Any:
     return SimpleNamespace(
-        links=SimpleNamespace(misfits=list(misfits)), departure=SimpleNamespace(has_begun=leaving)
+        links=SimpleNamespace(misfits=list(misfits), refusal=refusal),
+        departure=SimpleNamespace(has_begun=leaving),
     )
 
 
@@ -55,6 +56,9 @@ def test_from_loading_to_serving(url: str, health: Health) -> None:
     health.watch(process)
     assert httpx.get(f"{url}/health").status_code == 200
     assert httpx.get(f"{url}/ready").text == "no coordinator has taken in the decode worker\n"
+    process.roles = {"decode": role(refusal="another vocabulary")}
+    expected = "no coordinator has taken in the decode worker: another vocabulary\n"
+    assert httpx.get(f"{url}/ready").text == expected
     process.roles = {"decode": role("")}
     assert (httpx.get(f"{url}/ready").status_code, httpx.get(f"{url}/ready").text) == (200, "ok\n")
     assert httpx.get(f"{url}/metrics").status_code == 404

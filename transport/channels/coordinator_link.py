@@ -145,8 +145,8 @@ class CoordinatorLink:
     def leave(self, now: float) -> None:
         """Receive and send nothing any more but Goodbye, until it is answered: one that is sent while the
         connection ends is lost, and a worker that ends without one seems to have died."""
+        self._send_goodbye(now)  # also where Hello is still to be answered: Welcome may be on the way
         self._leaves, self.has_left, self.coordinator = True, self.coordinator is None, None
-        self._send_goodbye(now)
 
     def tick(self, now: float) -> None:
         """Send Hello or Goodbye again where it was not answered."""

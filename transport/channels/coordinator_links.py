@@ -61,21 +61,29 @@ class CoordinatorLinks:
         return [link.misfit for link in self._links.copy().values() if link.coordinator is not None]
 
     @property
+    def refusal(self) -> str:
+        """Why some coordinator has not welcomed this worker; empty: none has given a reason."""
+        links = self._links.copy().values()
+        return next((link.misfit for link in links if link.coordinator is None and link.misfit), "")
+
+    @property
     def heartbeat_s(self) -> float:
         """Seconds between reports: the shortest that any coordinator asks for."""
         return min((link.heartbeat_s for link in self._links.values()), default=HEARTBEAT_S)
 
     def send(self, *messages: Message) -> None:
         """Send each message to its coordinators. One for a coordinator that is gone is dropped."""
-        for coordinator in self.coordinators:
-            mine = [m for m in messages if not isinstance(m, OF_A_REQUEST) or m.coordinator == coordinator]
-            if mine:
-                self._link_to(coordinator).send(*mine)
+        for link in self._links.values():
+            owner = link.coordinator
+            mine = [m for m in messages if not isinstance(m, OF_A_REQUEST) or m.coordinator == owner]
+            if mine and owner is not None:
+                link.send(*mine)
 
     def report(self, load: Callable[[int], Load]) -> None:
         """Send each coordinator the load as ``load`` returns it for that one."""
-        for coordinator in self.coordinators:
-            self._link_to(coordinator).send(load(coordinator))
+        for link in self._links.values():
+            if link.coordinator is not None:
+                link.send(load(link.coordinator))
 
     def receive(self, ready: set[object], now: float) -> list[Message]:
         """Return the coordinators' messages, without those about the links. ``ready``: sockets with something
@@ -151,9 +159,6 @@ class CoordinatorLinks:
             if self._links[address].coordinator is None:
                 self._links.pop(address).close()
                 self._discovered.discard(address)
-
-    def _link_to(self, coordinator: int) -> CoordinatorLink:
-        return next(link for link in self._links.values() if link.coordinator == coordinator)
 
     def _open(self, address: str) -> None:
         self._links[address] = CoordinatorLink(

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
-from typing import Any
+
+from msgspec import DecodeError, Struct, json
 
 NAME_BYTES = 16
+
+
+class _Model(Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+    """Unigram's are a list with scores, in the order of their ids."""
+
+
+class _File(Struct):
+    model: _Model
 
 
 def vocabulary_name(folder: Path) -> str:
@@ -20,14 +29,12 @@ def vocabulary_name(folder: Path) -> str:
     if any(folder.glob("*.gguf")):
         return ""
     try:
-        pieces = _pieces(json.loads((folder / "tokenizer.json").read_bytes())["model"]["vocab"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        vocab = json.decode((folder / "tokenizer.json").read_bytes(), type=_File).model.vocab
+    except (OSError, DecodeError, UnicodeDecodeError):
         return ""  # what reads it for its text or its grammars has a sentence for that
-    return hashlib.blake2b(json.dumps(pieces).encode(), digest_size=NAME_BYTES).hexdigest()
+    by_id = enumerate(piece for piece, _ in vocab) if isinstance(vocab, list) else _by_id(vocab)
+    return hashlib.blake2b(json.encode(list(by_id)), digest_size=NAME_BYTES).hexdigest()
 
 
-def _pieces(vocabulary: Any) -> list[Any]:
-    """By id. Unigram's are a list with scores, in the order of their ids."""
-    if isinstance(vocabulary, list):
-        return [(number, piece) for number, (piece, _) in enumerate(vocabulary)]
-    return sorted((number, piece) for piece, number in vocabulary.items())
+def _by_id(vocab: dict[str, int]) -> list[tuple[int, str]]:
+    return sorted((number, piece) for piece, number in vocab.items())

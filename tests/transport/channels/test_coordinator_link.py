@@ -192,9 +192,11 @@ def test_goodbye_is_said_until_it_is_answered(line: Line) -> None:
     assert (line.link.coordinator, line.worker.noted) == (None, [("welcomed", 1)])
 
 
-def test_a_coordinator_that_never_welcomed_the_worker_need_not_know_that_it_leaves(line: Line) -> None:
+def test_no_answer_is_awaited_of_a_coordinator_that_has_not_welcomed_the_worker(line: Line) -> None:
+    """Its Welcome may be on the way: it took the worker in, and then found it dead."""
     line.receive_hello()
     line.link.leave(line.now)
+    assert received(line) == ["Goodbye"]
     later(line, 5.0)
     assert line.link.has_left
     assert line.router.socket.poll(50) == 0

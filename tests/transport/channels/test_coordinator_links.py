@@ -15,6 +15,7 @@ from splitserve.transport.live_environment import LiveNetwork
 from splitserve.transport.messages.cache_map import states
 from splitserve.transport.messages.messages import (
     FROM_WORKER,
+    Alive,
     BlockEvents,
     Cancel,
     Fenced,
@@ -214,6 +215,14 @@ def test_coordinators_that_come_and_go_by_name() -> None:
     assert cluster.links.alone, "one is left for good"
     assert {type(message) for message in cluster.receive(1)} == {Hello}
     close(cluster)
+
+
+def test_a_coordinator_that_takes_no_worker_in_says_why(two: Cluster) -> None:
+    assert two.links.refusal == ""
+    two.send(1, Fenced(coordinator=101, reason="it was restarted"))
+    assert two.links.refusal == ""
+    two.send(1, Alive(coordinator=101, misfit="another vocabulary"))
+    assert (two.links.refusal, two.links.coordinators) == ("another vocabulary", [100])
 
 
 def test_a_worker_has_left_when_every_coordinator_knows_it(two: Cluster) -> None:
