@@ -267,14 +267,15 @@ def _gguf(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """``Linear``: any; ``re:``: a regular expression; ``*``: a wildcard; else a part of its name."""
+    """``Linear``: any; ``re:``: a regular expression; ``*``: a wildcard; else a part of its name, which files
+    of AWQ may end with a dot: ``model.layers.0.``."""
     if pattern == "Linear":
         return True
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     if "*" in pattern:
         return fnmatchcase(module, pattern)
-    return f".{pattern}." in f".{module}."
+    return f".{pattern.strip('.')}." in f".{module}."
 
 
 def _missing(what: str) -> ModelConfigError:

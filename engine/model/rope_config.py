@@ -124,12 +124,15 @@ def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> Ro
         raise ModelConfigError(
             f"config.json: rope type {kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})"
         )
-    if kind == "default":
-        return replace(own, theta=theta)
+    own, beta = replace(own, theta=theta), float(parameters.get("llama_4_scaling_beta") or 0.0)
+    if kind == "default" and not beta:
+        return own
     name = "original_max_position_embeddings"  # Phi-3's files have it outside of the rope parameters
     given = config.get(name) or parameters.get(name) or config["max_position_embeddings"]
-    original, beta = int(_positive(name, given)), float(parameters.get("llama_4_scaling_beta") or 0.0)
-    own = replace(own, type=kind, theta=theta, original_max_position_embeddings=original, query_beta=beta)
+    original = int(_positive(name, given))
+    own = replace(own, type=kind, original_max_position_embeddings=original, query_beta=beta)
+    if kind == "default":
+        return own
     if kind == "longrope":
         return _longrope(own, parameters, config["max_position_embeddings"] / original)
     if "factor" not in parameters:

@@ -272,3 +272,19 @@ def test_qwen_3_vl_with_experts_has_all_of_a_layer_in_one_tensor() -> None:
     assert expected[f"{experts}.gate_up_proj"] == (8, 4096, 2 * 768)
     assert expected[f"{experts}.down_proj"] == (8, 768, 4096)
     assert f"{experts}.gate_up_proj_bias" not in expected
+
+
+def test_a_layer_that_awq_leaves_out_may_end_with_a_dot() -> None:
+    left_out = {"modules_to_not_convert": ["model.layers.1."], "quant_method": "awq", "bits": 4}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 64}
+    awq = {**left_out, "group_size": 128, "version": "gemm", "zero_point": True}
+    config = parsed("MiniMaxM2ForCausalLM", **{**SIZES, **experts}, quantization_config=awq)
+    expected, w1 = expected_tensors(config), "block_sparse_moe.experts.0.w1"
+    assert f"model.layers.1.{w1}.weight" in expected
+    assert f"model.layers.0.{w1}.qweight" in expected
+
+
+def test_queries_grow_without_yarn_too() -> None:
+    rope = {**MINISTRAL_ROPE, "type": "default", "rope_type": "default"}
+    plain = parsed("Ministral3ForCausalLM", **SIZES, rope_parameters=rope).ropes[0]
+    assert (plain.type, plain.query_beta, plain.original_max_position_embeddings) == ("default", 0.1, 16384)
