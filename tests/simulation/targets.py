@@ -87,8 +87,10 @@ class BookTarget:
     def expected_blocks(self) -> Iterator[int]:
         """Yield the blocks that parcels may be put into: not of leases that have joined, also by another
         mover."""
+        if not (entries := self.book._entries):
+            return  # also a role that begins in this turn, and is not watched yet
         joined = self._process.played.core.receiver.leases.joined.values()
-        for lease, entry in self.book._entries.items():
+        for lease, entry in entries.items():
             if lease not in joined:
                 yield from (entry.targets[at] for at, layers in entry.awaited.items() if layers)
 
