@@ -207,7 +207,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, dict[str, Value]]:
         and not _is_of_a_service(variable, text)
     }
     if not given:
-        return {}  # without a look at all sections, each of which has to be imported
+        return {}  # known_names imports the settings of every command
     places = {
         variable_of(name, "" if section == COMMON else section): (section, name)
         for section, fields in known_names().items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,44 +24,31 @@ def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixtur
     def tensor(of: str) -> Tensor:
         return load.whole_tensor(f"{layer}.{of}")
 
-    def expert(i: int) -> ExpertWeights:
-        load.checkpoint.drop_pages()  # of the one before
-        parts = [of.format(i) for of in (names.gate, names.up, names.down)]
-        parts = list(names.shared) if i == shape.num_experts else parts
-        gate, up, down = (f"{layer}.{part}" if part else "" for part in parts)
-        both: Weight = load.stored_weight(gate)
-        last: Weight = load.stored_weight(down)
-        if names.stacked and i < shape.num_experts:
-            assert isinstance(both, Tensor)
-            assert isinstance(last, Tensor)
-            both, last = both[i], last[i]
-        size = len(both) // 2
-        cut = [slice(size), slice(size, None)]
-        halves = [both, load.stored_weight(up)] if up else [rows_of(both, half) for half in cut]
+    def named(parts: Sequence[str]) -> ExpertWeights:
+        """From tensors of its own. Without one for up, the first holds gate above up."""
+        gate, up, down = (f"{layer}.{of}" if of else "" for of in parts)
+        first, last = load.stored_weight(gate), load.stored_weight(down)
+        halves = [first, load.stored_weight(up)] if up else _halves(first)
         own = [load.placed(own_part(half, rank)) for half in halves]
         return ExpertWeights(own, load.placed(load.own_columns(last, down)))
 
     def part(i: int) -> ExpertWeights:
-        """From tensors of all experts: gate and up alternate, or each is a half."""
-        load.checkpoint.drop_pages()
-        gate_up, down = (_of_all(load, f"{layer}.{of}", i) for of in (names.gate, names.down))
-        size = shape.intermediate_size
-        cuts = (slice(size), slice(size, None)) if names.halves else (slice(0, None, 2), slice(1, None, 2))
-        gate, up = (own_part(rows_of(gate_up, cut), rank) for cut in cuts)
+        """From tensors of all experts: gate and up by turns, or gate above up."""
+        gate_up, down = (_of_all(load, f"{layer}.{of}", i, names.stacked) for of in (names.gate, names.down))
+        gate, up = (own_part(half, rank) for half in _halves(gate_up, names.by_turns))
         return ExpertWeights([gate, up], load.own_columns(down, f"{layer}.{names.down}"))
+
+    def expert(i: int) -> ExpertWeights:
+        load.checkpoint.drop_pages()  # of the one before
+        if i == shape.num_experts:
+            return named(names.shared)
+        return named([of.format(i) for of in (names.gate, names.up, names.down)]) if names.up else part(i)
 
     router = tensor(f"{names.router}.weight")
     if shape.gates:
         router = torch.cat((router, tensor(f"{names.shared_gate}.weight")))
-    if names.halves:
-        weights = MixtureWeights(own_shape, router, part)
-    elif names.up or names.stacked:
-        correction = None
-        if config.corrected:
-            correction = load.checkpoint.tensor(f"{layer}.{names.correction}").flatten()
-            correction = correction.to(load.device, torch.float32)
-        weights = MixtureWeights(own_shape, router, expert, correction=correction)
-    else:
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
+    if names.by_turns:
         by_turns, columns = tensor(f"{names.gate}_bias"), rank.part(shape.intermediate_size)
         down = tensor(f"{names.down}_bias")
         biases = (
@@ -67,13 +56,26 @@ def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixtur
             torch.cat((by_turns[:, ::2][:, columns], by_turns[:, 1::2][:, columns]), dim=1),
             torch.zeros_like(down) if rank.number else down,
         )
-        weights = MixtureWeights(own_shape, router, part, *biases)
+    correction = None
+    if config.corrected:
+        correction = load.checkpoint.tensor(f"{layer}.{names.correction}").flatten()
+        correction = correction.to(load.device, torch.float32)
+    weights = MixtureWeights(own_shape, router, expert, *biases, correction)
     mixture = load.kernels.mixture(weights)
     return mixture if rank.size == 1 else Summed(mixture, rank)
 
 
-def _of_all(load: LayerLoader, name: str, i: int) -> Weight:
-    """Expert ``i`` in a tensor of all: inputs come before outputs where it is not quantised."""
+def _halves(rows: Weight, by_turns: bool = False) -> list[Weight]:
+    size = len(rows) // 2
+    cuts = (slice(0, None, 2), slice(1, None, 2)) if by_turns else (slice(size), slice(size, None))
+    return [rows_of(rows, cut) for cut in cuts]
+
+
+def _of_all(load: LayerLoader, name: str, i: int, stacked: bool) -> Weight:
+    """Expert ``i`` in a tensor of all: inputs come before outputs where it is neither ``stacked`` nor
+    quantised."""
+    if stacked:
+        return load.checkpoint.tensor(f"{name}.weight")[i].to(load.device, load.dtype)
     scheme = None if load.quantisation is None else load.quantisation.of(name)
     if scheme is None:
         return load.checkpoint.tensor(name)[i].to(load.device, load.dtype).t()

@@ -45,6 +45,11 @@ class MixtureNames:
     halves: bool = False
     stacked: bool = False
 
+    @property
+    def by_turns(self) -> bool:
+        """Whether rows of gate and up alternate, and there are biases (gpt-oss)."""
+        return not (self.up or self.halves or self.stacked)
+
 
 @dataclass(frozen=True, slots=True)
 class MixtureConfig:
@@ -74,7 +79,7 @@ class MixtureConfig:
                 names.gate: (s.num_experts, hidden, 2 * size),
                 names.down: (s.num_experts, size, hidden),
             }
-        if not (names.up or names.stacked or names.halves):
+        if names.by_turns:
             expected |= {
                 f"{names.router}.bias": (s.num_experts,),
                 f"{names.gate}_bias": (s.num_experts, 2 * size),
@@ -187,7 +192,10 @@ def _clamped(config: dict[str, Any]) -> Activation:
 
 def _mlp(names: list[str] | tuple[str, ...], size: int, hidden: int) -> dict[str, tuple[int, ...]]:
     gate, up, down = names
-    found = {f"{gate}.weight": (size if up else 2 * size, hidden), f"{down}.weight": (hidden, size)}
+    found: dict[str, tuple[int, ...]] = {
+        f"{gate}.weight": (size if up else 2 * size, hidden),
+        f"{down}.weight": (hidden, size),
+    }
     if up:
         found[f"{up}.weight"] = (size, hidden)
-    return dict(found)
+    return found

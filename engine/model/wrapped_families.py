@@ -27,17 +27,13 @@ def part_of(
     return replace(text, part="text_config", tensors=names, defaults={**text.defaults, **(defaults or {})})
 
 
-def _mistral(text: Family) -> Family:
-    ignored = ("vision_tower.", "multi_modal_projector.")
+def _part_of_language_model(text: Family, projector: str) -> Family:
+    ignored = ("vision_tower.", projector)
     return part_of(text, TEXT_MODEL, "language_model.lm_head", ignored, {"tie_word_embeddings": True})
 
 
-def _kimi() -> Family:
-    ignored = ("vision_tower.", "mm_projector.")
-    return part_of(
-        MIXTURES["DeepseekV3ForCausalLM"], TEXT_MODEL, "language_model.lm_head", ignored,
-        {"tie_word_embeddings": True},
-    )  # fmt: skip
+def _mistral(text: Family) -> Family:
+    return _part_of_language_model(text, "multi_modal_projector.")
 
 
 QWEN_2_5 = replace(
@@ -51,10 +47,11 @@ QWEN_3 = Family(
 QWEN_3_EXPERTS = MixtureNames(
     "mlp.gate", "mlp.experts.gate_up_proj", "", "mlp.experts.down_proj", halves=True
 )
+KIMI = _part_of_language_model(MIXTURES["DeepseekV3ForCausalLM"], "mm_projector.")
 MISTRAL = _mistral(DENSE["MistralForCausalLM"])
 WRAPPED: dict[str, Family] = {
-    "KimiK25ForConditionalGeneration": _kimi(),
-    "Kimi_K25ForConditionalGeneration": _kimi(),
+    "KimiK25ForConditionalGeneration": KIMI,
+    "Kimi_K25ForConditionalGeneration": KIMI,
     "Mistral3ForConditionalGeneration": replace(
         MISTRAL, texts={"mistral": MISTRAL, "ministral3": _mistral(DENSE["Ministral3ForCausalLM"])}
     ),

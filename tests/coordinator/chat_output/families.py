@@ -34,10 +34,16 @@ def _pythonic(calls: Sequence[Call]) -> str:
 
 
 def _qwen3_coder(calls: Sequence[Call]) -> str:
+    return _functions(calls, "tool_call", "\n")
+
+
+def _functions(calls: Sequence[Call], mark: str, around: str) -> str:
     text = []
     for name, arguments in calls:
-        given = "".join(f"<parameter={k}>\n{_plain(v)}\n</parameter>\n" for k, v in arguments.items())
-        text.append(f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>")
+        given = "".join(
+            f"<parameter={k}>{around}{_plain(v)}{around}</parameter>\n" for k, v in arguments.items()
+        )
+        text.append(f"<{mark}>\n<function={name}>\n{given}</function>\n</{mark}>")
     return "\n".join(text)
 
 
@@ -94,11 +100,7 @@ def _minimax_m2(calls: Sequence[Call]) -> str:
 
 
 def _seed_oss(calls: Sequence[Call]) -> str:
-    text = []
-    for name, arguments in calls:
-        given = "".join(f"<parameter={k}>{_plain(v)}</parameter>\n" for k, v in arguments.items())
-        text.append(f"<seed:tool_call>\n<function={name}>\n{given}</function>\n</seed:tool_call>")
-    return "\n".join(text)
+    return _functions(calls, "seed:tool_call", "")
 
 
 def _gpt_oss(calls: Sequence[Call]) -> str:
