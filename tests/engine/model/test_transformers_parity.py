@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -105,14 +106,21 @@ def test_float32_logits_agree(
 def test_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(
     family: str, tmp_path: Path, tried: Callable[[str, str, str], None]
 ) -> None:
+    """By the quarter of tokens that differ least: where rounding makes a token choose another expert, it and
+    those behind it differ by far more, in both."""
     tried(family, "wide", "bfloat16")
-    prompt = random_tokens(PROMPT_LEN, seed=4)
+    prompts = [random_tokens(PROMPT_LEN, seed) for seed in (3, 4)]
     exact = make_checkpoint(tmp_path, family, dtype=torch.bfloat16).float()
     reference = Pair(exact, make_runner(tmp_path, "bfloat16"))
-    expected = reference.reference_logits(prompt)
-    theirs = Pair(exact.to(torch.bfloat16), reference.runner).reference_logits(prompt)
-    allowed = 2 * (theirs - expected).pow(2).mean().sqrt()
-    assert (all_logits(reference.runner, prompt) - expected).pow(2).mean().sqrt() < allowed
+    expected = [reference.reference_logits(prompt) for prompt in prompts]
+    rounded = Pair(exact.to(torch.bfloat16), reference.runner)
+    own, theirs = (
+        torch.cat(
+            [(of(prompt) - logits).norm(dim=1) for prompt, logits in zip(prompts, expected, strict=True)]
+        )
+        for of in (partial(all_logits, reference.runner), rounded.reference_logits)
+    )
+    assert own.quantile(0.25) < 1.5 * theirs.quantile(0.25)
 
 
 def test_greedy_tokens_agree_for_64_steps_however_the_prompt_was_chunked(pair: Pair) -> None:
