@@ -44,7 +44,8 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2)
 
 
 def keep_all(monkeypatch: pytest.MonkeyPatch, buckets: tuple[int, ...] = BUCKETS) -> None:
-    """Whatever a graph's time is."""
+    """Whatever a graph's time is, and that of capturing them."""
+    monkeypatch.setattr(prefill_graphs, "CAPTURE_S", float("inf"))
     monkeypatch.setattr(prefill_graphs, "TOKEN_BUCKETS", buckets)
     monkeypatch.setattr(prefill_graphs, "seconds", lambda *_: 1.0)
     monkeypatch.setattr(prefill_graphs, "FASTER", 2)
