@@ -138,7 +138,7 @@ class LoadedModel:
                     kv_dtype=settings.kv_dtype,
                     fp8_weights=c.quantisation is not None and c.quantisation.float8,
                     packed=packed,
-                    shape=shape if c.latent is None else None,
+                    shape=shape if c.latent is None and c.full_heads is None else None,
                     rank=self.rank.number,
                 )
         except UnsuitableKernelsError as error:

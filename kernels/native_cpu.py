@@ -19,7 +19,7 @@ from .huge_pages import HugePageArena
 from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, MixtureWeights, RopeInputs, joined
 from .measured_choice import NEVER, ROWS, KernelChoices, rows_of_onednn
 from .mixture_shape import ACTIVATIONS, Activation
-from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, plane_heads
+from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, heads_in_memory
 from .native_linear import OF_ONE_THREAD, LinearByRows, OneDnnLinear, PackedLinear, check_rows, shape_of
 from .native_low_rank import NativeLowRank
 from .packed_weights import PackedWeights
@@ -158,7 +158,7 @@ class NativeCpuKernels:
             qkv.data_ptr(), pool.data_ptr(), rope.cos_sin.data_ptr(), rope.positions.data_ptr(),
             rope.slot_mapping.data_ptr(), address(rope.q_norm), address(rope.k_norm),
             rope.q_norm is not None and rope.q_norm.dim() == 2, rows,
-            pool.shape[1], layer, pool.shape[4], rope.num_heads, rope.num_kv_heads, plane_heads(pool),
+            pool.shape[1], layer, pool.shape[4], rope.num_heads, rope.num_kv_heads, *heads_in_memory(pool),
             rope.head_dim, pool.shape[2], rope.norm_eps, *cache_codes(qkv.dtype, pool),
             address(rope.kv_scales),
         )  # fmt: skip
@@ -173,7 +173,7 @@ class NativeCpuKernels:
             inputs.query_start_loc.data_ptr(), inputs.seq_lens.data_ptr(),
             inputs.block_tables.data_ptr(), address(inputs.sinks), len(inputs.seq_lens),
             inputs.block_tables.shape[1], pool.shape[1], layer, pool.shape[4], num_heads, pool.shape[3],
-            plane_heads(pool), head_dim, pool.shape[2],
+            *heads_in_memory(pool), head_dim, pool.shape[2],
             NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window, inputs.scale,
             inputs.softcap, *cache_codes(q.dtype, pool), address(inputs.kv_scales),
         )  # fmt: skip

@@ -80,13 +80,15 @@ class NativeLayers:
         )  # fmt: skip
 
 
-def plane_heads(pool: Tensor) -> int:
-    """How many heads lie side by side in memory; ``pool`` may be a view of some of them."""
+def heads_in_memory(pool: Tensor) -> tuple[int, int]:
+    """How many heads lie side by side in memory, and each which of them is one of ``pool``, which may be a
+    view of some."""
     _, layers, planes, _, block_size, row = pool.shape
     run = block_size * row
-    plane = pool.stride(2)
-    assert pool.stride() == (layers * planes * plane, planes * plane, plane, run, row, 1)
-    return plane // run
+    plane, head = pool.stride()[2:4]
+    assert pool.stride() == (layers * planes * plane, planes * plane, plane, head, row, 1)
+    assert head % run == 0
+    return plane // run, head // run
 
 
 def cache_codes(dtype: torch.dtype, pool: Tensor) -> tuple[int, int]:

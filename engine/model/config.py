@@ -14,6 +14,7 @@ from .config_values import check_kinds, positive_int
 from .families import FAMILIES
 from .family import Family, TensorNames
 from .family_rules import Scales
+from .full_heads import FullHeads, full_heads
 from .latent_config import LatentConfig, latent_config
 from .mixture_config import MixtureConfig, mixture_config
 from .quantisation import Quantisation, parse_quantisation
@@ -53,6 +54,7 @@ class ModelConfig:
     qk_norm: Literal["", "head", "all", "each"]
     norm_after_rope: bool
     unit_norms: bool
+    values_normed: bool
     layer_norms: bool
     parallel: bool
     activation: Activation
@@ -68,6 +70,7 @@ class ModelConfig:
     tensors: TensorNames
     quantisation: Quantisation | None = None  # of the checkpoint's weights
     side_by_side: bool = False  # see ``rope.rows_side_by_side``
+    full_heads: FullHeads | None = None  # of layers without a window, where they differ
     further_layers: int = 0  # behind the last: they predict further tokens, and are not used
 
     @property
@@ -90,6 +93,12 @@ class ModelConfig:
         """The norms' eps where the residual is kept divided by f, ``Scales.residual``: rms_norm(x / f) with
         eps / f^2 is rms_norm(x) with eps."""
         return self.rms_norm_eps / self.scales.residual**2
+
+    def heads_of(self, layer: int) -> FullHeads:
+        """Key-value heads of this layer."""
+        if self.full_heads is not None and self.sliding_windows[layer] is None:
+            return self.full_heads
+        return FullHeads(self.num_kv_heads, self.head_dim, keys_are_values=False)
 
     @property
     def kv_planes(self) -> int:
@@ -137,8 +146,14 @@ def parse_config(
     config = family.config(config)
     quantisation = parse_quantisation(config.get("quantization_config") or {}, modelopt or {})
     activation = _activation(config)
-    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+    both_ways = config.get("use_bidirectional_attention") not in (None, False, "vision")
+    if both_ways or config.get("is_causal") is False:
         raise ModelConfigError("config.json: attention to later tokens (of embedding models) is not built")
+    if config.get("hidden_size_per_layer_input") or config.get("num_kv_shared_layers"):
+        raise ModelConfigError(
+            "config.json: embeddings of each layer (hidden_size_per_layer_input) and layers that share keys "
+            "and values (num_kv_shared_layers), as in Gemma's E2B and E4B, are not built"
+        )
     if config.get("clip_qkv"):
         raise ModelConfigError(
             "config.json: queries, keys and values that are clipped (clip_qkv) are not built"
@@ -163,7 +178,10 @@ def parse_config(
     windows = family.windows(config, num_layers)
     if latent is not None and any(windows):
         raise ModelConfigError("config.json: latent attention with windows (layer_types) is not built")
+    own = full_heads(config, windows, num_kv_heads, head_dim) if family.full_heads else None
     names = family.mixture
+    if config.get("enable_moe_block") is False:
+        names = None
     mixture = None if names is None else mixture_config(config, names, num_layers, activation)
     if quantisation is not None and names is not None:  # routers never are, whatever is left out by name
         quantisation = replace(
@@ -192,6 +210,7 @@ def parse_config(
         qk_norm=family.qk_norm if config.get("use_qk_norm", True) else "",
         norm_after_rope=family.norm_after_rope,
         unit_norms=bool(config.get("unit_norms", family.unit_norms)),
+        values_normed=family.values_normed,
         layer_norms=family.layer_norms,
         parallel=family.parallel,
         activation=activation,
@@ -204,6 +223,7 @@ def parse_config(
             interleaved,
             has(family.windows_only_rope),
             family.norm_after_rope,
+            None if own is None else own.head_dim,
         ),
         scales=family.scales(config, head_dim),
         attention_softcap=float(config.get("attn_logit_softcapping") or 0),
@@ -214,6 +234,7 @@ def parse_config(
         tensors=family.tensors,
         quantisation=quantisation,
         side_by_side=interleaved and not family.interleaved_rope,
+        full_heads=own,
         further_layers=_further_layers(config, family),
     )
 

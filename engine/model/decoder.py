@@ -87,8 +87,10 @@ class DecoderModel:
         self._slots = load.adapters.step if load.adapters is not None else StepSlots()
         self._embed_table, self._dtype = load.vocabulary_table(config.tensors.embed), load.dtype
         self._tables = {
-            rope: cos_sin_table(rope, config.head_dim, max_model_len).to(load.device)
-            for rope in set(config.ropes)
+            rope: cos_sin_table(rope, head_dim, max_model_len).to(load.device)
+            for rope, head_dim in {
+                rope: config.heads_of(i).head_dim for i, rope in enumerate(config.ropes)
+            }.items()
         }
         factors = {
             rope: of.to(load.device)
@@ -104,7 +106,7 @@ class DecoderModel:
             config.num_layers,
         )
         parts = [layer.parts for layer in self._layers]
-        alone = any(layer.changes_queries for layer in self._layers)
+        alone = any(layer.stands_alone for layer in self._layers)
         self._fused = (
             None if config.parallel or config.latent or alone else load.kernels.fuse_layers(parts, self._eps)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,16 @@ from .layers import LayerLoader
 from .rope import rows_of_qkv, rows_side_by_side
 
 
+class MixtureBeside(NamedTuple):
+    """A mixture of experts beside a dense MLP, with the norms of this one's output and of both its own
+    ends."""
+
+    mixture: Mixture
+    mlp_norm: Tensor
+    input_norm: Tensor
+    out_norm: Tensor
+
+
 class DecoderLayer:
     def __init__(
         self,
@@ -36,7 +47,8 @@ class DecoderLayer:
     ) -> None:
         """``query_factors``: see ``rope.query_factors``."""
         t, name = config.tensors, config.tensors.layer.format(index)
-        rank, sizes = load.rank, (config.head_dim, config.num_heads, config.num_kv_heads)
+        rank, heads = load.rank, config.heads_of(index)
+        sizes = heads.head_dim, config.num_heads, heads.num_kv_heads
         rows = rows_of_qkv(config.ropes[index], *sizes)
 
         def norm(of: str) -> Tensor | None:
@@ -65,13 +77,20 @@ class DecoderLayer:
             latent = LatentAttention(config.latent, name, load, config.ropes[index].interleaved)
             self._latent, self._qkv, self._o = latent, latent.queries_and_key, latent.output
         else:
-            own = rows_of_qkv(config.ropes[index], *sizes, rank)
+            own = rows_of_qkv(config.ropes[index], *sizes, rank, heads.keys_are_values)
             adapted = rows_side_by_side(*sizes) if config.side_by_side else None
-            names = [f"{name}.{of}" for of in (t.q, t.k, t.v) if of]
+            names = [f"{name}.{of}" for of in (t.q, t.k, "" if heads.keys_are_values else t.v) if of]
             self._qkv = load.column(names, config.qkv_bias, own, adapted)
             self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
+        own_kv_heads = rank.kv_heads(heads.num_kv_heads)
         self._q_norm = norm_of_heads(t.q_norm, rank.part(config.num_heads))
-        self._k_norm = norm_of_heads(t.k_norm, rank.kv_heads(config.num_kv_heads))
+        self._k_norm = norm_of_heads(t.k_norm, own_kv_heads)
+        self._heads = own_kv_heads.stop - own_kv_heads.start, heads.head_dim
+        self._views_pool = heads == config.full_heads
+        self._value_norm: Tensor | None = None
+        if config.values_normed:
+            self._value_norm = torch.ones(heads.head_dim, dtype=load.dtype, device=load.device)
+        self._scalar = load.whole_tensor(f"{name}.{t.scalar}") if t.scalar else None
         self._query_factors = None if query_factors is None else query_factors.to(load.dtype)
         self._query_weight: Tensor | None = None
         if config.norm_after_rope and self._q_norm is not None and self._k_norm is not None:
@@ -79,8 +98,13 @@ class DecoderLayer:
             self._query_weight = self._q_norm.float() * self._k_norm.float()
             self._q_norm = self._k_norm = torch.ones_like(self._q_norm)
         self._mlp: DenseMlp | Mixture
-        if config.mixture is not None and config.mixture.layers[index]:
-            self._mlp = load_mixture(load, name, config.mixture)
+        self._beside: MixtureBeside | None = None
+        experts = config.mixture if config.mixture is not None and config.mixture.layers[index] else None
+        if experts is not None and experts.names.beside:
+            norms = [load.norm(f"{name}.{of}") for of in experts.names.beside]
+            self._beside = MixtureBeside(load_mixture(load, name, experts), *norms)
+        if experts is not None and self._beside is None:
+            self._mlp = load_mixture(load, name, experts)
         else:
             size, names = config.intermediate_size, [f"{name}.{of}" for of in (t.gate, t.up) if of]
             gate_up = load.column(names, config.mlp_bias, rank.rows(size, size))
@@ -88,9 +112,10 @@ class DecoderLayer:
             self._mlp = DenseMlp(gate_up, config.activation, down, size // rank.size)
 
     @property
-    def changes_queries(self) -> bool:
-        """Behind rope, which kernels of several layers do not."""
-        return self._query_factors is not None or self._query_weight is not None
+    def stands_alone(self) -> bool:
+        """It does what kernels of several layers do not."""
+        own = self._query_factors, self._query_weight, self._value_norm, self._scalar, self._beside
+        return any(part is not None for part in own)
 
     @property
     def parts(self) -> LayerParts:
@@ -112,7 +137,12 @@ class DecoderLayer:
         ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
         """
         qkv = self._of_norm(self._qkv, hidden, residual, self._input_norm)  # [T, (H + 2 KVH) D]
-        rope = replace(rope, cos_sin=self._cos_sin)
+        num_kv_heads, head_dim = self._heads
+        rope = replace(rope, cos_sin=self._cos_sin, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        if self._value_norm is not None:
+            values = qkv[:, -num_kv_heads * head_dim :]
+            rows = values.reshape(-1, head_dim).contiguous()
+            values.copy_(self._kernels.rms_norm(rows, self._value_norm, self._qk_eps).view_as(values))
         if self._qk_norm != "all":
             rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
         elif self._q_norm is not None and self._k_norm is not None:
@@ -120,10 +150,19 @@ class DecoderLayer:
             last = first + rope.num_kv_heads * rope.head_dim
             for part, weight in ((qkv[:, :first], self._q_norm), (qkv[:, first:last], self._k_norm)):
                 part.copy_(self._norm_of_all_heads(part.clone(), weight))
-        q = self._kernels.rope_and_store(qkv, pool, self._index, rope)
+        q = self._kernels.rope_and_store(qkv, self._own_heads(pool), self._index, rope)
         if self._query_weight is not None:
             q = (q * self._query_weight).to(q.dtype)
         return self._scaled(q, rope.positions)
+
+    def _own_heads(self, pool: Tensor) -> Tensor:
+        """``pool``, or a view of it: see ``full_heads.py``."""
+        if not self._views_pool:
+            return pool
+        blocks, layers, planes, places, block_size, row = pool.shape
+        num_heads, head_dim = self._heads
+        strides = (*pool.stride()[:3], places // num_heads * block_size * row, head_dim, 1)
+        return pool.as_strided((blocks, layers, planes, num_heads, block_size, head_dim), strides)
 
     def _scaled(self, q: Tensor, positions: Tensor) -> Tensor:
         if self._query_factors is None:
@@ -161,11 +200,20 @@ class DecoderLayer:
         if isinstance(q, ExpandedQueries):
             hidden = self._latent.attend_chunks(q, pool, self._index)
         else:
-            hidden = self._o(k.paged_attention(q, pool, self._index, attention))
+            hidden = self._o(k.paged_attention(q, self._own_heads(pool), self._index, attention))
         if self._parallel:
             return hidden.add_(self._mixed(None, residual, self._input_norm))
         hidden = self._out_norm(hidden, self._attention_out_norm)
-        return self._out_norm(self._mixed(hidden, residual, self._post_norm), self._mlp_out_norm)
+        hidden = self._mixed(hidden, residual, self._post_norm)
+        if self._beside is not None:
+            mixture, mlp_norm, input_norm, out_norm = self._beside
+            experts = mixture(k.rms_norm(residual, input_norm, self._eps))
+            hidden = k.rms_norm(hidden, mlp_norm, self._eps).add_(k.rms_norm(experts, out_norm, self._eps))
+        hidden = self._out_norm(hidden, self._mlp_out_norm)
+        if self._scalar is None:
+            return hidden
+        residual.add_(hidden).mul_(self._scalar)
+        return hidden.zero_()
 
     def _mixed(self, hidden: Tensor | None, residual: Tensor, weight: Tensor | None) -> Tensor:
         """What the MLP or the experts add, of the residual's norm."""

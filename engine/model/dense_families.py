@@ -7,14 +7,17 @@ from dataclasses import replace
 from .family import Family, TensorNames
 from .family_rules import (
     cohere_scales,
+    gemma_4_scales,
     gemma_scales,
     granite_scales,
     same_window,
+    windows_before_last,
     windows_behind_full,
     windows_by_layer,
     windows_by_pattern,
     windows_by_pattern_if_any,
 )
+from .mixture_config import MixtureNames
 
 COHERE = Family(
     o_bias="attention_bias", layer_norms=True, parallel=True, interleaved_rope=True, scales=cohere_scales,
@@ -44,6 +47,31 @@ GEMMA_3 = replace(
         **GEMMA_2.defaults, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6,
         "rope_local_base_freq": 1e4, "sliding_window_pattern": 6, "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
+    },
+)  # fmt: skip
+GEMMA_4 = replace(
+    GEMMA_3,
+    windows=windows_before_last, unit_norms=False, values_normed=True, full_heads=True,
+    qkv_bias="attention_bias", scales=gemma_4_scales,
+    tensors=replace(GEMMA_3.tensors, scalar="layer_scalar"),
+    mixture=MixtureNames(
+        "router.proj", "experts.gate_up_proj", "", "experts.down_proj", stacked=True,
+        beside=(
+            "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2",
+        ),
+        router_scale="router.scale", expert_scale="router.per_expert_scale",
+    ),
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "vocab_size": 262144,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512,
+        "sliding_window_pattern": 6, "max_position_embeddings": 131072, "enable_moe_block": False,
+        "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+            },
+        },
     },
 )  # fmt: skip
 GEMMA_3_IN_PARTS = replace(
@@ -102,6 +130,7 @@ DENSE: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA_2,
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3_IN_PARTS,
+    "Gemma4ForCausalLM": GEMMA_4,
     "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": replace(
         GLM,

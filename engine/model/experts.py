@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...kernels.interface import ExpertWeights, Mixture, MixtureWeights
 from ...kernels.quantised import Weight
+from ..errors import ModelConfigError
 from .layers import LayerLoader, own_part, rows_of
 from .mixture_config import MixtureConfig
 from .quantised_tensors import quantised_weight
 from .ranks import part_of_experts
 from .split_products import Summed
+
+ReadExpert = Callable[[int], ExpertWeights]
 
 
 def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixture:
@@ -45,6 +49,9 @@ def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixtur
         return named([of.format(i) for of in (names.gate, names.up, names.down)]) if names.up else part(i)
 
     router = tensor(f"{names.router}.weight")
+    read: ReadExpert = expert
+    if names.beside:
+        router, read = _scaled(load, layer, config, router, expert)
     if shape.gates:
         router = torch.cat((router, tensor(f"{names.shared_gate}.weight")))
     biases: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
@@ -60,9 +67,34 @@ def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixtur
     if config.corrected:
         correction = load.checkpoint.tensor(f"{layer}.{names.correction}").flatten()
         correction = correction.to(load.device, torch.float32)
-    weights = MixtureWeights(own_shape, router, expert, *biases, correction)
+    weights = MixtureWeights(own_shape, router, read, *biases, correction)
     mixture = load.kernels.mixture(weights)
     return mixture if rank.size == 1 else Summed(mixture, rank)
+
+
+def _scaled(
+    load: LayerLoader, layer: str, config: MixtureConfig, router: Tensor, expert: ReadExpert
+) -> tuple[Tensor, ReadExpert]:
+    """Return the router for the experts' input, whose norm has other weights than its own, and the experts
+    with their factors."""
+    names = config.names
+    assert names.beside is not None
+    of_input, of_router, of_experts = (
+        load.checkpoint.tensor(f"{layer}.{of}").float()
+        for of in (f"{names.beside[1]}.weight", names.router_scale, names.expert_scale)
+    )
+    if not of_input.all():
+        raise ModelConfigError(f"{layer}.{names.beside[1]}.weight has zeros: its router is not built")
+    factors = of_router * config.shape.hidden_size**-0.5 / of_input
+
+    def scaled(i: int) -> ExpertWeights:
+        of = expert(i)
+        down = of.down
+        if isinstance(down, Tensor):
+            return replace(of, down=(down.float() * of_experts[i].item()).to(down.dtype))
+        return replace(of, down=replace(down, scales=down.scales * of_experts[i].item()))
+
+    return (router.float() * factors.to(router.device)).to(router.dtype), scaled
 
 
 def _halves(rows: Weight, by_turns: bool = False) -> list[Weight]:
@@ -74,9 +106,8 @@ def _halves(rows: Weight, by_turns: bool = False) -> list[Weight]:
 def _of_all(load: LayerLoader, name: str, i: int, stacked: bool) -> Weight:
     """Expert ``i`` in a tensor of all: inputs come before outputs where it is neither ``stacked`` nor
     quantised."""
-    if stacked:
-        return load.checkpoint.tensor(f"{name}.weight")[i].to(load.device, load.dtype)
-    scheme = None if load.quantisation is None else load.quantisation.of(name)
+    scheme = None if load.quantisation is None else load.quantisation.of(name.removesuffix(".weight"))
     if scheme is None:
-        return load.checkpoint.tensor(name)[i].to(load.device, load.dtype).t()
+        weight = load.checkpoint.tensor(name)[i].to(load.device, load.dtype)
+        return weight if stacked else weight.t()
     return quantised_weight(scheme, lambda of: load.checkpoint.stored(f"{name}_{of}")[i].to(load.device))

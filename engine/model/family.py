@@ -36,6 +36,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     norm: str = "model.norm"
     head: str = "lm_head"
+    scalar: str = ""  # the whole name; the residual behind a layer is multiplied by it
     sinks: str = ""  # the whole name; see ``AttentionInputs``
     kv_scales: tuple[str, str] = ("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale")  # {0}: k or v
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
@@ -49,12 +50,14 @@ class Family:
                       head with a weight of its own, where config.json sets ``use_qk_norm``
     norm_after_rope   q and k are rotated before their norm
     unit_norms        norms multiply by 1 + weight
+    values_normed     RMSNorm, without weights, of each head's value
     layer_norms       norms subtract the mean first
     parallel          attention and MLP have the same input, and both are added to the residual
     interleaved_rope  the numbers of a pair that is rotated lie side by side in the checkpoint
     windows_only_rope layers that attend to all tokens have no rope; a key as of biases
     defaults          of keys that config.json lacks
     latent            attention is latent (DeepSeek)
+    full_heads        layers that attend to all tokens have heads of their own: ``full_heads.py``
     mixture           names of the experts' tensors; None: all MLPs are dense
     part              the key of config.json below which the text model is described; "": it is the whole
     texts             by the ``model_type`` of that part, where it decides; empty: any is of this family
@@ -66,6 +69,7 @@ class Family:
     qk_norm: Literal["", "head", "all", "each"] = ""
     norm_after_rope: bool = False
     unit_norms: bool = False
+    values_normed: bool = False
     layer_norms: bool = False
     parallel: bool = False
     interleaved_rope: bool = False
@@ -74,6 +78,7 @@ class Family:
     windows: Callable[[dict[str, Any], int], Windows] = full_attention
     tensors: TensorNames = TensorNames()
     latent: bool = False
+    full_heads: bool = False
     mixture: MixtureNames | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
@@ -96,4 +101,7 @@ class Family:
         or the part ties it: a head that is there all the same is found by ``LayerLoader.differ``."""
         whole, part = {**self.defaults, **config}, config.get(self.part) or {}
         tied = whole.get("tie_word_embeddings") or part.get("tie_word_embeddings")
-        return {**whole, **part, **({"tie_word_embeddings": bool(tied)} if part else {})}
+        found = {**whole, **part, **({"tie_word_embeddings": bool(tied)} if part else {})}
+        if found.get("rope_parameters") is None and "rope_parameters" in self.defaults:
+            found["rope_parameters"] = self.defaults["rope_parameters"]
+        return found

@@ -38,6 +38,11 @@ def windows_by_pattern(config: dict[str, Any], num_layers: int) -> Windows:
     return _windows_of(config, num_layers, kinds)
 
 
+def windows_before_last(config: dict[str, Any], num_layers: int) -> Windows:
+    """As ``windows_by_pattern``, but the last layer attends to all tokens, whatever it is called."""
+    return (*windows_by_pattern(config, num_layers)[:-1], None)
+
+
 def windows_by_pattern_if_any(config: dict[str, Any], num_layers: int) -> Windows:
     """As ``windows_by_pattern``, or none where ``sliding_window`` is null; a pattern in letters is not read:
     ``layer_types`` stands beside it."""
@@ -115,6 +120,10 @@ def deepseek_scales(config: dict[str, Any], head_dim: int) -> Scales:
         rope.get("mscale_all_dim"),
     )
     return Scales(size**-0.5 * (yarn_factor(float(rope["factor"]), float(share)) ** 2 if share else 1.0))
+
+
+def gemma_4_scales(config: dict[str, Any], head_dim: int) -> Scales:
+    return Scales(1.0, embedding=float(config["hidden_size"]) ** 0.5, rounds_embedding=True)
 
 
 def gemma_scales(config: dict[str, Any], head_dim: int) -> Scales:

@@ -15,7 +15,8 @@ SCORES = ("softmax", "sigmoid")
 OWN_TERMS = {
     "moe_k": "num_experts_per_tok", "moe_layer_interval": "decoder_sparse_step",
     "moe_num_experts": "num_experts", "moe_num_shared_experts": "n_shared_experts",
-    "num_shared_experts": "n_shared_experts", "router_scaling_factor": "routed_scaling_factor",
+    "num_shared_experts": "n_shared_experts", "top_k_experts": "num_experts_per_tok",
+    "router_scaling_factor": "routed_scaling_factor",
 }  # fmt: skip
 """Keys of some families, by which others name the same."""
 MOST_EXPERTS = 1 << 17  # of all layers: several times those of any model
@@ -28,10 +29,13 @@ class MixtureNames:
 
     Where ``up`` is "", ``gate`` and ``down`` hold those of all experts, inputs before outputs, gate and up by
     turns, and with ``_bias`` their biases; the router has one too (gpt-oss). ``halves``: gate before up, and
-    no biases (Qwen3-VL). ``stacked``: the same, with outputs before inputs (Granite); so is the shared expert
-    where its ``up`` is "".
+    no biases (Qwen3-VL). ``stacked``: the same, with outputs before inputs (Granite, Mistral 4), and ``gate``
+    and ``down`` are whole names. The shared expert is so, too, where its ``up`` is "".
     ``shared``: gate, up and down of the expert of all tokens; ``shared_gate``: its weight in the sum, or 1.
     ``correction``: the whole name, where config.json asks for one; a row where it is ``in_a_row``.
+    ``beside``: norms where the dense MLP stands beside the experts (Gemma 4): of its output, of the experts'
+    input and of their output. ``router_scale``, ``expert_scale``: whole names of factors of the router's
+    input, which has no other weight, and of the experts' weights in the sum.
     """
 
     router: str
@@ -44,6 +48,9 @@ class MixtureNames:
     in_a_row: bool = False
     halves: bool = False
     stacked: bool = False
+    beside: tuple[str, str, str] | None = None
+    router_scale: str = ""
+    expert_scale: str = ""
 
     @property
     def by_turns(self) -> bool:
@@ -71,8 +78,8 @@ class MixtureConfig:
                 expected |= _mlp(parts, size, hidden)
         elif names.stacked:
             expected |= {
-                f"{names.gate}.weight": (s.num_experts, 2 * size, hidden),
-                f"{names.down}.weight": (s.num_experts, hidden, size),
+                names.gate: (s.num_experts, 2 * size, hidden),
+                names.down: (s.num_experts, hidden, size),
             }
         else:
             expected |= {
@@ -91,6 +98,9 @@ class MixtureConfig:
             expected[f"{names.shared_gate}.weight"] = (1, hidden)
         if self.corrected:
             expected[names.correction] = (1, s.num_experts) if names.in_a_row else (s.num_experts,)
+        if names.beside:
+            expected |= {f"{name}.weight": (hidden,) for name in names.beside}
+            expected |= {names.router_scale: (hidden,), names.expert_scale: (s.num_experts,)}
         return {f"{layer}.{name}": shape for name, shape in expected.items()}
 
 

@@ -45,8 +45,8 @@ EXAONE = Family(
     },
 )  # fmt: skip
 GRANITE_MIXTURE = MixtureNames(
-    "block_sparse_moe.router.layer", "block_sparse_moe.input_linear", "", "block_sparse_moe.output_linear",
-    stacked=True,
+    "block_sparse_moe.router.layer", "block_sparse_moe.input_linear.weight", "",
+    "block_sparse_moe.output_linear.weight", stacked=True,
 )  # fmt: skip
 GRANITE = Family(o_bias="attention_bias", scales=granite_scales, mixture=GRANITE_MIXTURE)
 QWEN_MIXTURE_SHARED = replace(

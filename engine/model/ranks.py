@@ -99,6 +99,7 @@ def of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
         intermediate_size=config.intermediate_size // size,
         latent=None if latent is None else replace(latent, num_heads=latent.num_heads // size),
         mixture=mixture,
+        full_heads=None if config.full_heads is None else config.full_heads.of_rank(size),
     )
 
 
@@ -113,6 +114,8 @@ def check_split(config: ModelConfig, size: int, exact: bool) -> None:
     if size == 1:
         return
     sizes = {"attention heads": config.num_heads}
+    if config.full_heads is not None:
+        sizes["key-value heads of full attention"] = config.full_heads.num_kv_heads
     if exact:
         sizes["hidden numbers"] = config.hidden_size
     if config.mixture is None or not all(config.mixture.layers):
@@ -125,7 +128,7 @@ def check_split(config: ModelConfig, size: int, exact: bool) -> None:
     def fits(count: int) -> bool:
         heads = config.num_kv_heads
         return not any(total % count for total in sizes.values()) and (
-            heads % count == 0 or count % heads == 0
+            heads % count == 0 or (count % heads == 0 and config.full_heads is None)
         )
 
     if not fits(size):

@@ -28,14 +28,21 @@ def head_order(rope: RopeConfig, head_dim: int) -> list[int]:
 
 
 def rows_of_qkv(
-    rope: RopeConfig, head_dim: int, num_heads: int, num_kv_heads: int, rank: Rank = ALONE
+    rope: RopeConfig,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    rank: Rank = ALONE,
+    keys_are_values: bool = False,
 ) -> Tensor | None:
     """Return which row of the checkpoint's q, k and v is at each place of ours: int64 [outputs]; None: all in
-    order."""
+    order. ``keys_are_values``: the checkpoint has no rows of v."""
     order = head_order(rope, head_dim)
-    if order == sorted(order) and rank.size == 1:
+    if order == sorted(order) and rank.size == 1 and not keys_are_values:
         return None
     rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
+    if keys_are_values:
+        rows[num_heads + num_kv_heads :] = rows[num_heads : num_heads + num_kv_heads]
     rows[: num_heads + num_kv_heads] = rows[: num_heads + num_kv_heads, order]
     own, k, v = rank.kv_heads(num_kv_heads), rows[num_heads:], rows[num_heads + num_kv_heads :]
     return torch.cat((rows[rank.part(num_heads)], k[own], v[own])).flatten()
@@ -55,7 +62,9 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     head_dim = rope.rotary_dim
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
-    if rope.type == "linear":
+    if rope.type == "proportional":
+        frequencies[rope.turned :] = 0.0
+    if rope.type in ("linear", "proportional"):
         return frequencies / rope.factor
     if rope.type == "llama3":
         return _llama3(frequencies, rope)

@@ -12,7 +12,7 @@ from ..errors import ModelConfigError
 from .config_values import MOST, positive_int
 
 LONGEST = 1 << 24  # tokens
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class RopeConfig:
     attention_factor: float = 1.0  # yarn, longrope: multiplies cosines and sines
     short_factors: tuple[float, ...] = ()  # longrope, by pair: for lengths up to the original one
     long_factors: tuple[float, ...] = ()
+    turned: int = 0  # proportional: leading pairs that turn; the others have the angle 0
     query_beta: float = 0.0  # Llama 4: queries grow with the logarithm of their position
 
     def for_length(self, max_model_len: int) -> RopeConfig:
@@ -54,10 +55,11 @@ def rope_configs(
     interleaved: bool = False,
     windows_only: bool = False,
     norm_after: bool = False,
+    full_head_dim: int | None = None,
 ) -> tuple[RopeConfig, ...]:
     """Return the rotary parameters of each layer. ``windows``: of each layer.
     ``windows_only``: layers that attend to all tokens have none. ``norm_after``: of q and k, which undoes
-    YaRN's factor.
+    YaRN's factor. ``full_head_dim``: of layers that attend to all tokens, where it is another.
 
     config.json has ``rope_parameters`` (transformers 5), of all layers or by their kind, or ``rope_theta``,
     ``rope_local_base_freq`` (of layers with a window) and ``rope_scaling`` (older files). Where both are
@@ -73,7 +75,8 @@ def rope_configs(
         local = {**config, "rope_parameters": given["sliding_attention"]}
     elif "rope_local_base_freq" in config:
         local = {"rope_theta": config["rope_local_base_freq"]}
-    kinds = [_rope_config(of, head_dim, interleaved) for of in (full, local)]
+    sizes = full_head_dim or head_dim, head_dim
+    kinds = [_rope_config(of, size, interleaved) for of, size in zip((full, local), sizes, strict=True)]
     if norm_after:
         kinds = [replace(kind, attention_factor=1.0) for kind in kinds]
     without = RopeConfig(0)
@@ -125,6 +128,9 @@ def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> Ro
             f"config.json: rope type {kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})"
         )
     own, beta = replace(own, theta=theta), float(parameters.get("llama_4_scaling_beta") or 0.0)
+    if kind == "proportional":
+        factor = _positive("factor", parameters.get("factor", 1.0))
+        return replace(own, type=kind, rotary_dim=head_dim, turned=rotary_dim // 2, factor=factor)
     if kind == "default" and not beta:
         return own
     name = "original_max_position_embeddings"  # Phi-3's files have it outside of the rope parameters

@@ -20,39 +20,51 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not c.tie_word_embeddings:
         expected[f"{t.head}.weight"] = (c.vocab_size, c.hidden_size)
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    projections = [
-        (t.q, q_size if t.k else q_size + 2 * kv_size, c.hidden_size, c.qkv_bias),
-        (t.k, kv_size, c.hidden_size, c.qkv_bias),
-        (t.v, kv_size, c.hidden_size, c.qkv_bias),
-        (t.o, c.hidden_size, q_size if c.latent is None else c.num_heads * c.latent.value, c.o_bias),
+    outer = (t.input_norm, t.attention_out_norm, t.post_norm, t.mlp_out_norm)
+    mlp = [
         (t.gate, c.intermediate_size if t.up else 2 * c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.up, c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.down, c.hidden_size, c.intermediate_size, c.mlp_bias),
     ]
-    projections = [projection for projection in projections if projection[0]]
-    outer = (t.input_norm, t.attention_out_norm, t.post_norm, t.mlp_out_norm)
-    norms: list[tuple[str, tuple[int, ...]]] = [(name, (c.hidden_size,)) for name in outer if name]
-    if c.qk_norm == "head":
-        norms += [(t.q_norm, (c.head_dim,)), (t.k_norm, (c.head_dim,))]
-    if c.qk_norm == "all":
-        norms += [(t.q_norm, (q_size,)), (t.k_norm, (kv_size,))]
-    if c.qk_norm == "each":
-        norms += [(t.q_norm, (c.num_heads, c.head_dim)), (t.k_norm, (c.num_kv_heads, c.head_dim))]
-    without_mlp = [projection for projection in projections if projection[0] not in (t.gate, t.up, t.down)]
     for index, layer in enumerate(map(t.layer.format, range(c.num_layers))):
-        own = projections
+        projections, norms = _attention(c, index)
+        norms += [(name, (c.hidden_size,)) for name in outer if name]
         if c.latent is not None:
             expected |= c.latent.expected_tensors(layer)
+        if c.mixture is None or not c.mixture.layers[index] or c.mixture.names.beside:
+            projections += mlp
         if c.mixture is not None and c.mixture.layers[index]:
-            own = without_mlp
             expected |= c.mixture.expected_tensors(layer)
         if t.sinks:
             expected[f"{layer}.{t.sinks}"] = (c.num_heads,)
+        if t.scalar:
+            expected[f"{layer}.{t.scalar}"] = (1,)
+        own = [projection for projection in projections if projection[0]]
         expected |= {f"{layer}.{name}.weight": shape for name, shape in norms}
         expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in own}
         expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in own if bias}
     return expected
+
+
+def _attention(
+    c: ModelConfig, layer: int
+) -> tuple[list[tuple[str, int, int, bool]], list[tuple[str, tuple[int, ...]]]]:
+    """Its projections (name, outputs, inputs, whether there is a bias) and the norms of heads."""
+    t, heads = c.tensors, c.heads_of(layer)
+    q_size, kv_size = c.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    projections = [
+        (t.q, q_size if t.k else q_size + 2 * kv_size, c.hidden_size, c.qkv_bias),
+        (t.k, kv_size, c.hidden_size, c.qkv_bias),
+        ("" if heads.keys_are_values else t.v, kv_size, c.hidden_size, c.qkv_bias),
+        (t.o, c.hidden_size, q_size if c.latent is None else c.num_heads * c.latent.value, c.o_bias),
+    ]
+    of_heads: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "head": ((heads.head_dim,), (heads.head_dim,)),
+        "all": ((q_size,), (kv_size,)),
+        "each": ((c.num_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim)),
+    }
+    q, k = of_heads.get(c.qk_norm, ((), ()))
+    return projections, [(t.q_norm, q), (t.k_norm, k)] if c.qk_norm else []
 
 
 def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:

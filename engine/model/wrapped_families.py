@@ -50,6 +50,12 @@ QWEN_3_EXPERTS = MixtureNames(
 KIMI = _part_of_language_model(MIXTURES["DeepseekV3ForCausalLM"], "mm_projector.")
 MISTRAL = _mistral(DENSE["MistralForCausalLM"])
 WRAPPED: dict[str, Family] = {
+    "Gemma4ForConditionalGeneration": part_of(
+        DENSE["Gemma4ForCausalLM"],
+        "model.language_model",
+        "lm_head",
+        ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+    ),
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,
     "Mistral3ForConditionalGeneration": replace(

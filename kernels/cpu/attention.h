@@ -45,7 +45,7 @@ template <class T>
 struct KeyValues {  // where one sequence's keys and values of one layer and head lie: a run of each in a block
   const T* base;           // of block 0
   const int32_t* table;
-  int64_t row, block_size, block_stride, value_offset;
+  int64_t row, block_size, block_stride, head_stride, value_offset;
   bool grouped;
 
   KeyValues(const AttentionArgs& g, const AttentionItem& item)
@@ -55,7 +55,8 @@ struct KeyValues {  // where one sequence's keys and values of one layer and hea
     const int64_t plane = g.plane_heads * run;
     value_offset = g.planes == 2 ? plane : 0;
     block_stride = g.num_layers * g.planes * plane;
-    base = static_cast<const T*>(g.pool) + g.layer * g.planes * plane + item.head * run;
+    head_stride = g.head_step * run;
+    base = static_cast<const T*>(g.pool) + g.layer * g.planes * plane + item.head * head_stride;
   }
   const T* key(int64_t position) const { return base + table[position / block_size] * block_stride + position % block_size * row; }
 };
@@ -81,7 +82,7 @@ struct Run {  // the keys [begin, end) of a run, from position `start` on
     end = smaller(length - start, KEYS);
     value_offset = kv.value_offset;
     head = 0;
-    head_stride = kv.block_size * kv.row;
+    head_stride = kv.head_stride;
     row = kv.row;
     grouped = kv.grouped;
     for (int64_t i = begin; i < end;) {

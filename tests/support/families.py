@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .dense_families import DENSE
+from .gemma_families import GEMMA_4
 from .latent_and_wrapped_families import LATENT_AND_WRAPPED
 from .mixture_families import MIXTURES, Families
 
@@ -20,4 +21,4 @@ SMALL = {
     "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": None,
 }
-FAMILIES: Families = DENSE | MIXTURES | LATENT_AND_WRAPPED
+FAMILIES: Families = DENSE | GEMMA_4 | MIXTURES | LATENT_AND_WRAPPED

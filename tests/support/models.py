@@ -90,10 +90,12 @@ def _make_decisive(model: PreTrainedModel, seed: int) -> None:
         for name, tensor in model.named_buffers():  # routers' corrections, of some families; zero at first
             if name.endswith("bias"):
                 tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                tensor.uniform_(0.5, 1.2, generator=generator)
         for name, tensor in model.named_parameters():
             if any(part in name for part in ("vision", "visual", "projector")):
                 continue
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "scale")):
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
             elif name.endswith("sinks"):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
