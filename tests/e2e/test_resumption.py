@@ -18,8 +18,6 @@ from e2e.forked_cluster import ForkedCluster, forked
 from transformers import PreTrainedModel
 
 NUM_TOKENS = 2500
-REPORTED_S = 0.6
-"""By then the decode worker's second heartbeat has reported an answer to all coordinators."""
 
 
 @dataclass
@@ -62,11 +60,19 @@ def ask(url: str, prompt: str, headers: dict[str, str], up_to: int | None = None
         return stream
 
 
-def read_until_reported(events: Iterator[Any]) -> None:
+def read_until_reported(events: Iterator[Any], url: str) -> None:
+    """Read until the coordinator at ``url`` knows of the answer. Each worker has sent it two heartbeats since
+    the first token; a report of answers follows each. Raises StopIteration if the answer ends before."""
     next(events)
-    began = time.monotonic()
-    while time.monotonic() < began + REPORTED_S:
-        next(events)  # StopIteration: it has ended before
+    for _ in range(2):
+        since = time.monotonic()
+        while time.monotonic() - since <= longest_silence(url):
+            next(events)
+
+
+def longest_silence(url: str) -> float:
+    """Return the seconds since the last message of the worker that has been silent longest."""
+    return max(worker["silent_s"] for worker in HTTP.get(f"{url}/debug/state").json()["workers"])
 
 
 def num_resumed(url: str) -> float:
@@ -97,7 +103,7 @@ def test_another_coordinator_resumes_the_answer_of_one_that_has_ended(
     begun = Stream()
     with HTTP.stream("POST", url, json={**body, "stream": True, **sampled}, headers=key) as response:
         events = begun.read(response)  # held: without it the client is gone
-        read_until_reported(events)
+        read_until_reported(events, second)
         two.process.send_signal(end)
         two.process.wait(60)
     assert not begun.finish_reason, "it was under way"
@@ -136,7 +142,7 @@ def test_another_coordinator_gives_a_message_again(two: ForkedCluster) -> None:
     streamed = {"json": {**asked(story), "stream": True}, "headers": key}
     with HTTP.stream("POST", f"{first}/v1/messages", **streamed) as response:
         lines = response.iter_lines()
-        read_until_reported(lines)
+        read_until_reported(lines, second)
         two.process.send_signal(signal.SIGKILL)
         two.process.wait(60)
     before = num_resumed(second)
@@ -158,7 +164,7 @@ def test_the_only_coordinator_resumes_it_when_it_is_back(forked_cluster: ForkedC
     asked = {**body, "stream": True, "temperature": 0}
     with HTTP.stream("POST", f"{url}/v1/completions", json=asked, headers=key) as response:
         events = begun.read(response)
-        read_until_reported(events)
+        read_until_reported(events, url)
         cluster.process.send_signal(signal.SIGKILL)
         cluster.process.wait(60)
     cluster.process = cluster.start_coordinator()
