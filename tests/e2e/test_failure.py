@@ -15,6 +15,7 @@ from e2e.cluster import HTTP, MODEL_NAME, Cluster, wait_for
 
 NUM_STREAMS = 8
 NUM_TOKENS = 900
+CAUGHT_WITHIN_S = 200.0  # on a machine where the observer waits longer for a core than the worker
 PROMPTS = [f"stream {i} " + "abc" * (5 * i) for i in range(NUM_STREAMS)]
 
 
@@ -90,17 +91,21 @@ def test_a_stream_of_ollamas_outlives_its_worker(cluster: Cluster) -> None:
     url = f"{cluster.url}/api/generate"
     whole = HTTP.post(url, json={**body, "stream": False}).json()
     assert whole["done_reason"] == "length", whole
-    with HTTP.stream("POST", url, json=body) as answer:
-        lines = answer.iter_lines()
-        parts = [json.loads(next(lines)) for _ in range(5)]
-        victim = cluster.busy_worker("decode")
-        assert victim["dispatches"]
-        os.kill(victim["pid"], signal.SIGKILL)
-        parts += map(json.loads, lines)
-    assert "".join(part["response"] for part in parts) == whole["response"]
-    assert (parts[-1]["done_reason"], parts[-1]["eval_count"]) == (whole["done_reason"], NUM_TOKENS)
-    cluster.wait_whole(2, 2)
-    cluster.wait_at_rest()
+
+    def caught() -> bool:
+        with HTTP.stream("POST", url, json=body) as answer:
+            lines = answer.iter_lines()
+            parts = [json.loads(next(lines))]
+            victim = cluster.busy_worker("decode")
+            os.kill(victim["pid"], signal.SIGKILL)
+            parts += map(json.loads, lines)
+        assert "".join(part["response"] for part in parts) == whole["response"]
+        assert (parts[-1]["done_reason"], parts[-1]["eval_count"]) == (whole["done_reason"], NUM_TOKENS)
+        cluster.wait_whole(2, 2)
+        cluster.wait_at_rest()
+        return bool(victim["dispatches"])
+
+    wait_for("its worker was caught in the middle of it", caught, CAUGHT_WITHIN_S)
 
 
 def test_kill_the_fork_server_in_mid_stream(cluster: Cluster, expected: list[str]) -> None:
