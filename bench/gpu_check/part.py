@@ -1,6 +1,8 @@
 """The process of one part: runs it and writes a line of JSON for each of its Lines.
 
-python -m splitserve.bench.gpu_check.part MODULE:FUNCTION LINES_FILE WORK_FOLDER DEVICE LIMIT_S [ARGUMENT]
+python -m splitserve.bench.gpu_check.part MODULE:FUNCTION LINES_FILE WORK_FOLDER DEVICE UNTIL [ARGUMENT]
+
+UNTIL: when it is killed, by the monotonic clock, which the processes of a host share.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from pathlib import Path
 
 from .line import Place, as_json
 
-DUMP_BEFORE_S = 2.0  # the limit: every thread's stack goes to the log
+DUMP_BEFORE_S = 2.0  # its end: every thread's stack goes to the log
 
 
-def main(target: str, lines: Path, work: Path, device: str, limit_s: float, arguments: list[str]) -> None:
+def main(target: str, lines: Path, work: Path, device: str, until: float, arguments: list[str]) -> None:
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(limit_s - DUMP_BEFORE_S, limit_s / 2))
-    module, _, function = target.partition(":")
     started = time.monotonic()
+    left_s = until - started
+    faulthandler.dump_traceback_later(max(left_s - DUMP_BEFORE_S, left_s / 2, 0.1))
+    module, _, function = target.partition(":")
     with lines.open("a", encoding="utf-8") as file:
         place = Place(device, device != "cpu", work)
         for found in getattr(import_module(module), function)(place, *arguments):

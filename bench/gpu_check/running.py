@@ -101,7 +101,7 @@ class Run:
         return part.limit_s * max(1.0, self.seconds / SECONDS)
 
     def _start(self, part: Part, threads: int) -> Running:
-        limit = min(self._limit(part), self.left_s)
+        limit, now = min(self._limit(part), self.left_s), time.monotonic()
         command = [
             sys.executable,
             "-m",
@@ -110,7 +110,7 @@ class Run:
             str(self._lines(part)),
             str(self.work),
             self.device,
-            f"{limit:.1f}",
+            f"{now + limit:.1f}",
             *part.arguments,
         ]
         variables = {
@@ -124,7 +124,6 @@ class Run:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables
             )
-        now = time.monotonic()
         self.outcomes[part.name].state = State.RUNNING
         return Running(part, process, now, now + limit)
 

@@ -26,8 +26,9 @@ PARTS = [part for stage in (*STAGES, *SPARE) for part in stage]
 CRASHES = {
     "abort": "ended by SIGABRT",
     "fail": "ended with status 1",
-    "hang": "did not end within 3 s and was killed",
+    "hang": "did not end within 10 s and was killed",
 }
+HANG_LIMIT_S = 10.0  # within which its process must have started, on a machine with other work
 STUB = "support.gpu_check_parts"
 INSTALLATION_S = 50  # on the machine with the GPU, before the first part
 
@@ -48,7 +49,7 @@ def stubbed(way_of: Mapping[str, str]) -> Stages:
         tuple(
             replace(
                 part,
-                limit_s=60.0 if way_of.get(part.name) != "hang" else 3.0,
+                limit_s=60.0 if way_of.get(part.name) != "hang" else HANG_LIMIT_S,
                 run=f"{STUB}:{way_of.get(part.name, 'fine')}",
             )
             for part in stage
@@ -59,8 +60,8 @@ def stubbed(way_of: Mapping[str, str]) -> Stages:
 
 @pytest.mark.parametrize("crashed", [PARTS[::2], PARTS[1::2]], ids=["every other", "the others"])
 def test_each_part_may_crash_and_the_others_still_report(crashed: list[Part], tmp_path: Path) -> None:
-    ways = list(CRASHES)
-    way_of = {part.name: ways[i % len(ways)] for i, part in enumerate(crashed)}
+    way_of = {part.name: ("abort", "fail")[i % 2] for i, part in enumerate(crashed)}
+    way_of[crashed[3].name] = way_of[crashed[4].name] = "hang"  # beside others, as all of its stage
     found = run(stubbed(way_of), tmp_path)
     text = (tmp_path / "out" / "summary.txt").read_text()
     for part in PARTS:
@@ -76,7 +77,7 @@ def test_each_part_may_crash_and_the_others_still_report(crashed: list[Part], tm
 
 
 def test_a_part_that_hangs_says_where(tmp_path: Path) -> None:
-    run(((Part("slow", 3, f"{STUB}:hang"),),), tmp_path)
+    run(((Part("slow", HANG_LIMIT_S, f"{STUB}:hang"),),), tmp_path)
     with tarfile.open(tmp_path / "out" / "logs.tar.gz") as logs:
         log = logs.extractfile("logs/slow.log")
         assert log is not None
@@ -85,11 +86,11 @@ def test_a_part_that_hangs_says_where(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     stages = (
-        (Part("long", 4, f"{STUB}:hang"),),
-        (Part("short", 2, f"{STUB}:fine"),),
-        (Part("last", 6, f"{STUB}:fine"),),
+        (Part("long", 2, f"{STUB}:hang"),),
+        (Part("short", 40, f"{STUB}:fine"),),
+        (Part("last", 100, f"{STUB}:fine"),),
     )
-    found = run(stages, tmp_path, seconds=6.0)
+    found = run(stages, tmp_path, seconds=42.0)  # of its time, a part must have half to begin
     assert [found["parts"][name]["state"] for name in ("long", "short", "last")] == [
         "failed",
         "over",
