@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from e2e.cluster import free_port
 from rich.console import Console
 
 from splitserve.cli.config import ConfigError, Sources, Value, load
@@ -24,7 +26,6 @@ from splitserve.cli.doctor import peer_check, peer_listener
 from splitserve.cli.doctor.doctor import main
 from splitserve.cli.doctor.peer_listener import Address, PeerListener
 from splitserve.cli.settings import DoctorSettings
-from splitserve.cli.up import free_ports
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.keys import generate_key, load_key
 from splitserve.transport.errors import AddressError
@@ -40,7 +41,7 @@ def key(tmp_path: Path) -> Path:
 
 @contextmanager
 def running(key: Path) -> Iterator[tuple[PeerListener, str]]:
-    port = free_ports(2)
+    port = free_port(2)
     with closing(PeerListener(Address("127.0.0.1", port), load_key(key))) as listener:
         thread = threading.Thread(target=listener.run)
         thread.start()
@@ -55,6 +56,7 @@ def running(key: Path) -> Iterator[tuple[PeerListener, str]]:
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_check, "ROUNDS", 1)
     monkeypatch.setattr(peer_check, "ANSWER_S", 30.0)  # the machine may have other work
+    monkeypatch.setattr(peer_check, "CONNECT_S", 30.0)
 
 
 def check(peer: str, key: Path) -> tuple[int, str]:
@@ -111,8 +113,9 @@ def test_a_clock_that_is_off_is_a_note(key: Path, monkeypatch: pytest.MonkeyPatc
     with running(key) as (_, peer):
         status, message = check(peer, key)
     assert status == 1
-    assert "its clock is 90.0" in message
-    assert "s behind this one's" in message
+    off = re.search(r"its clock is ([\d.]+) s behind this one's", " ".join(message.split()))
+    assert off is not None, message
+    assert float(off[1]) == pytest.approx(90, abs=10)  # as exact as the shortest round trip
     assert "it speaks wire version 99" in message
 
 
@@ -197,7 +200,7 @@ def test_the_commands_of_the_docs_on_two_hosts(two_hosts: str, key: Path) -> Non
         argv = ["ip", "netns", "exec", alpha, *doctor, "--peer", "10.99.0.2"]
         ran = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
         listener.send_signal(signal.SIGINT)
-        assert listener.wait(30) == 0
+        assert listener.wait(60) == 0
     assert ran.returncode == 0, ran.stdout
     assert "KV port 10.99.0.2:7711 can be reached" in ran.stdout
     assert "GB/s" in ran.stdout
