@@ -93,8 +93,16 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def pid_of(file: Path) -> int:
-    wait_for(lambda: file.exists() and file.read_text())
-    return int(file.read_text())
+    """A process that starts again writes the file anew: it is empty for a moment."""
+    text = ""
+
+    def written() -> str:
+        nonlocal text
+        text = file.read_text() if file.exists() else ""
+        return text
+
+    wait_for(written)
+    return int(text)
 
 
 def test_ray_restarts_a_process_that_dies_and_a_worker_that_leaves_drains(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from e2e.cluster import HTTP, MODEL_NAME, Cluster
+from psutil import Process
 
 NUM_TOKENS, NUM_TOP, MORE_MIB = 4090, 20, 64
 """``MORE_MIB``: what any process may grow by for two more such prompts after the first."""
@@ -25,9 +25,7 @@ def ask(cluster: Cluster, first: int) -> list[Any]:
 
 def processes(pid: int) -> list[int]:
     """Return a process and all below it."""
-    threads = (Path(f"/proc/{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
-    children = [int(child) for file in threads for child in file.read_text().split()]
-    return [pid, *(below for child in children for below in processes(child))]
+    return [pid, *(child.pid for child in Process(pid).children(recursive=True))]
 
 
 def peaks(cluster: Cluster) -> dict[int, int]:
