@@ -144,7 +144,7 @@ def test_a_roll_to_a_build_whose_kv_cache_has_another_name(
     monkeypatch.setattr(launching, "incarnations", incarnations)
     monkeypatch.setattr(launching, "POLL_S", 0.01)
     calls = launched(
-        monkeypatch, planned(tmp_path, prefill=size, decode=size, roll=True, ready_timeout_s=5), manager
+        monkeypatch, planned(tmp_path, prefill=size, decode=size, roll=True, ready_timeout_s=60), manager
     )
     assert [call.split()[1] for call in calls[:2]] == ["prefill-0", "decode-0"]
     assert len(calls) == 2 * size + 1

@@ -46,7 +46,7 @@ for module in ("{FORK_SERVER}", "{ENTRY.partition(":")[0]}", "{WORKER_MODULE}"):
     importlib.import_module(module)
 assert "triton" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 class Said:
@@ -185,12 +185,12 @@ ORPHANS = "import os, sys; sys.exit(0) if os.fork() else os._exit(7)"
 
 async def test_orphans_are_reaped_and_no_exit_status_is_taken_from_its_waiter(forks: WorkerForks) -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANS], start_new_session=True) as parent:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(mine := orphans(parent.pid)) < 2:  # the parent has ended, and its child after it
                 await asyncio.sleep(0.01)
         reap_adopted()
         assert parent.wait() == 0, "left to its waiter"
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while any(map(psutil.pid_exists, mine)):
                 reap_adopted()
                 await asyncio.sleep(0.01)

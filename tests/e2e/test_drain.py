@@ -22,7 +22,9 @@ PROMPTS = [f"number {i} " + "xyz" * (7 * i) for i in range(3)]
 
 DECODE_STEP_S = 0.1
 NUM_TOKENS_OF_MINUTES, NUM_TOKENS_OF_SECONDS = 1800, 30
-LEAVES_WITHIN_S = 5.0
+LEAVES_WITHIN_S, DRAIN_TIMEOUT_S = 60.0, 150.0
+"""A moment, on a machine that may stand still; and what a worker would take that waits for its answers, which
+last longer than either."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "2",
         "--runner",
         paced.paced_runner(folder / "profile.json", 0.01, DECODE_STEP_S),
+        "--decode-drain-timeout-s",
+        str(DRAIN_TIMEOUT_S),
         *NEVER_DEAD,
     )
     with running(paced.MODEL, folder, *arguments) as cluster:

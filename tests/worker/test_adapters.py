@@ -273,7 +273,7 @@ def test_there_must_be_a_folder_of_folders(rig: Rig) -> None:
     require_folder(rig.folder)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -58,7 +58,7 @@ async def two(
 
 
 async def status_of(client: AsyncOpenAI, id: str, *awaited: str) -> str:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (status := str((await client.responses.retrieve(id)).status)) not in awaited:
             await asyncio.sleep(0.01)
     return status
@@ -112,7 +112,7 @@ async def test_what_runs_on_one_is_seen_streamed_and_cancelled_on_the_other(
     running = await one.responses.create(background=True, **ASKED)
     await status_of(other, running.id, "in_progress")
     assert (await other.responses.cancel(running.id)).status == "cancelled"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while dispatcher.running:
             await asyncio.sleep(0.01)
     assert dispatcher.cancelled

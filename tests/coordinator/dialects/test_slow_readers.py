@@ -19,7 +19,7 @@ from splitserve.coordinator.text.served_model import ServedModel
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -46,7 +46,7 @@ async def test_an_answer_that_is_cut_off_does_not_look_complete(
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         client.sendall(b"%bcontent-length: %d\r\n\r\n%b" % (head.encode(), len(data), data))
         await dispatcher.until(lambda: bool(dispatcher.cancelled))
-        client.settimeout(30)
+        client.settimeout(60)
         response = HTTPResponse(client)
         await asyncio.to_thread(response.begin)
         end = (await asyncio.to_thread(response.read)).decode().strip().splitlines()[-1]
@@ -54,7 +54,7 @@ async def test_an_answer_that_is_cut_off_does_not_look_complete(
     await server.stop(grace_s=0)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_an_answer_that_comes_in_one_piece_is_not_read_too_slowly(
     model: ServedModel, dispatcher: FakeDispatcher, streamed: bool
@@ -64,7 +64,7 @@ async def test_an_answer_that_comes_in_one_piece_is_not_read_too_slowly(
     server = HttpServer(HttpApp(dispatcher, model, AppParts(HttpLimits(max_buffered_bytes=20_000))))
     await server.start()
     body = {"model": "tiny", "input": "Hi", "max_output_tokens": 1000, "stream": streamed}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
         answer = await client.post("/v1/responses", json=body, headers={"idempotency-key": "again"})
     await server.stop(grace_s=0)
     assert answer.status_code == 200

@@ -160,7 +160,7 @@ async def test_stopping_answers_a_request_whose_body_is_still_read(
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
         long = {**TEXT, "prompt": "x " * 200_000}
         asked = asyncio.create_task(client.post("/v1/completions", json=long))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not server.app.generation.preparing:
                 await asyncio.sleep(0)
         await server.app.drain(60)

@@ -173,7 +173,7 @@ async def test_a_server_stops_while_a_client_that_does_not_read_closes(
         await dispatcher.until(lambda: bool(dispatcher.requests) and not dispatcher.running)
         client.sendall(b"\x88\x80" + unmasked)
         (connection,) = server._server.server_state.connections
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not connection.transport.is_closing():
                 await asyncio.sleep(0.01)
         stopping = asyncio.create_task(server.stop(grace_s=0))

@@ -210,7 +210,7 @@ async def test_a_batch_that_waits_for_a_limit_holds_up_no_other(
     await until(lambda: refusals["rate_limit_exceeded"] >= 1)
     http.headers.update(bearer(other.key))
     batch = await submit(http, other)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await http.get(f"/v1/batches/{batch}")).json()["status"] != "completed":
             await asyncio.sleep(0.02)
     assert refusals["rate_limit_exceeded"] <= 32, "as many as may run at a time, once a second"

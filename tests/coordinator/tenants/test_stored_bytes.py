@@ -164,7 +164,7 @@ async def test_others_go_on_while_a_file_is_validated(
     monkeypatch.setattr(LineReader, "feed", slow)
     batch = await submit(clients[0], lines(3))
     assert await asyncio.to_thread(reading.wait, 60)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         other = await clients[1].files.create(file=("in.jsonl", b"x"), purpose="batch")
         assert (await clients[1].files.content(other.id)).content == b"x"
         assert (await clients[0].batches.retrieve(batch.id)).status == "validating"

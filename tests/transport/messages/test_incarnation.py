@@ -49,7 +49,7 @@ for _ in range(4):
 def test_forked_processes_have_numbers_of_their_own() -> None:
     """They are forked by a process without threads: the child of one with threads may never end."""
     ended = subprocess.run(
-        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=200, check=True
     )
     assert len(set(ended.stdout.split())) == 4
 
