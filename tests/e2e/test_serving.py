@@ -42,6 +42,7 @@ def test_tokens_are_those_of_transformers(cluster: Cluster, tiny: Tiny) -> None:
     expected = reference(cluster, tiny, prompt, 40)
     assert cluster.complete(prompt, 40, extra_body={"min_tokens": 40}) == expected
     assert "".join(cluster.stream(prompt, 40, extra_body={"min_tokens": 40})) == expected
+    cluster.wait_log("by shm")  # the mover of one host
 
 
 def test_a_long_prompt_over_many_chunks(cluster: Cluster, tiny: Tiny) -> None:
@@ -140,8 +141,8 @@ def test_metrics_tell_how_busy_each_worker_is_and_how_long_its_start_took(cluste
     assert {"fingerprint", "weights", "kv_cache", "warm_up", "connect"} <= phases
 
 
-@pytest.mark.parametrize("mover", ["tcp", "shm", "nixl", "nccl"])
-def test_either_mover(tiny: Tiny, tmp_path: Path, mover: str) -> None:
+@pytest.mark.parametrize("mover", ["tcp", "nixl", "nccl"])
+def test_every_other_mover(tiny: Tiny, tmp_path: Path, mover: str) -> None:
     if mover == "nixl" and not nixl.is_installed():
         pytest.skip("NIXL is not installed: pip install 'splitserve[nixl]'")
     prompt = [5 + (i * 3) % 100 for i in range(700)]
