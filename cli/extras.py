@@ -11,6 +11,7 @@ EXTRAS = {
     "plan": ("matplotlib",),
     "ray": ("ray",),
     "gguf": ("gguf",),
+    "object-store": ("obstore",),
 }
 
 

@@ -12,7 +12,7 @@ import click
 from ..coordinator.http.access.operators import admin_key, make_admin_key
 from ..coordinator.http.access.url import is_loopback, url_of
 from ..coordinator.run_folder import ADMIN_KEY, RunFolder
-from ..engine.settings import WorkerSettings
+from ..engine.settings import KV_STORE_URL, WorkerSettings
 from ..worker.settings import DecodeSettings, PrefillSettings
 from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
 from .config import ConfigError, Layer, Sources, Value, build
@@ -111,6 +111,9 @@ def plan(flags: Layer, sources: Sources) -> Plan:
             "--kv-store: what is stored can be read with the same cluster key only, and this cluster would "
             "get a new one at each start: give --key-file or --run-dir"
         )
+    stores = {each[0].kv_store for each in wanted}
+    if here and any(map(KV_STORE_URL.fullmatch, stores)) and (advice := missing_for("object-store")):
+        raise ConfigError(f"--kv-store: {advice}")
     gpus = num_gpus([worker.device for worker in computing]) if here else 0
     for worker in computing if here else []:
         require_device(worker, gpus)

@@ -8,7 +8,7 @@
     ├── OutOfMemoryError    the KV cache does not fit; names what would fit, and the option to lower
     ├── DeviceLostError     this process has lost its GPU; another process has to replace it
     ├── RankFailedError     one of a worker's ranks cannot go on with a step
-    ├── KVStoreError        the folder of the KV store cannot be written to
+    ├── KVStoreError        the folder or bucket of the KV store cannot be used
     ├── AdapterError        an adapter that cannot be served
     └── GrammarError        a grammar that cannot be compiled or followed; the fault of one request
 

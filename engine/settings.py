@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -16,6 +17,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "fp8", "int8"]
 Quantization = Literal["none", "fp8", "int8", "int4"]
 Mover = Literal["auto", "cuda_ipc", "shm", "nccl", "nixl", "tcp"]
+KV_STORE_URL = re.compile(r"(s3|gs|az)://[^/\s?#@]+(/[^\s?#]*)?")
 CONTROL_ADDRESS = r"(?:tcp|dns)://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
 
 
@@ -123,13 +125,19 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         description="If num_blocks or kv_cache_gib do not fit, start with what does, if that holds one "
         "sequence of max_model_len.",
     )
-    kv_store: Path | None = Field(
-        default=None,
+    kv_store: str = Field(
+        default="",
         description="Folder for KV blocks that the cache may evict, encrypted: prompts that begin with them "
-        "read them back, on every worker that is given this folder, also after a restart.",
+        "read them back, on every worker that is given this folder, also after a restart. Or an object "
+        "store (needs splitserve[object-store]): s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or "
+        "az://CONTAINER/PREFIX.",
     )
-    kv_store_gib: float = Field(
-        default=10, gt=0, le=1 << 20, description="Size of the whole folder kv_store in GiB."
+    kv_store_gib: float | None = Field(
+        default=None,
+        gt=0,
+        le=1 << 20,
+        description="Size of the whole folder kv_store in GiB. Default: 10. Not for an object store: its "
+        "lifecycle rules remove what is old.",
     )
     lora_folder: Path | None = Field(
         default=None,
@@ -227,4 +235,18 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
             raise ValueError("--num-blocks and --kv-cache-gib both size the KV cache: give one")
         if self.lora_folder is not None and self.runner != "model":
             raise ValueError("--lora-folder needs --runner model: a paced worker computes nothing")
+        if "://" in self.kv_store:
+            self._require_object_store()
         return self
+
+    def _require_object_store(self) -> None:
+        if not KV_STORE_URL.fullmatch(self.kv_store):
+            raise ValueError(
+                "--kv-store: of URLs only s3://BUCKET/PREFIX, gs://BUCKET/PREFIX and "
+                "az://CONTAINER/PREFIX are taken; credentials come from the environment"
+            )
+        if self.kv_store_gib is not None:
+            raise ValueError(
+                "--kv-store-gib: an object store is not trimmed; leave this out, and set a lifecycle rule on "
+                "the bucket that removes objects some days after they were written"
+            )

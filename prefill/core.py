@@ -46,7 +46,7 @@ from .handoff_feed import HandoffFeed
 from .prefix_waits import PrefixWaits, refusal_of
 from .reports import FirstTokens, Heartbeat
 from .scheduler import PrefillScheduler
-from .stored_prefixes import StoredPrefixes
+from .stored_prefixes import NO_STORE, ReadSizes, StoredPrefixes
 
 
 class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
@@ -67,12 +67,11 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         slicing: LayerSlicing = WHOLE_BLOCKS,
         is_local: Callable[[str], bool] = lambda _: False,
         tests_movers: bool = False,
-        stored_group: int = 0,
+        stored: ReadSizes = NO_STORE,
         adapters: AdapterSlots | None = None,
     ) -> None:
         """``is_local``: whether the decode worker of this name is of the same process, over the same
-        blocks. ``tests_movers``: at the first meeting with a decode worker. ``stored_group``: see
-        ``StoredPrefixes``."""
+        blocks. ``tests_movers``: at the first meeting with a decode worker."""
         in_use = RoleAdapters(adapters, scheduler.sequences)
         super().__init__(meet, drain_timeout_s, in_use, receiver.leases.free_closed)
         self._leaving = f"prefill worker {meet.worker_id} leaves"
@@ -84,7 +83,7 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         )
         self._first_tokens = FirstTokens(eos_token_ids, max_model_len)
         self._prefix_waits = PrefixWaits()
-        self.stored = StoredPrefixes(scheduler, stored_group, lambda: self.room()[1])
+        self.stored = StoredPrefixes(scheduler, stored, lambda: self.room()[1])
         self._heartbeat = Heartbeat(scheduler, self.sender, receiver, self._prefix_waits, self.stored)
         self._given_back = False  # what was left when the drain's time was over
         self._past: OrderedDict[Key, None] = OrderedDict()  # dispatches that have come, or were cancelled

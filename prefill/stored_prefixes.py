@@ -2,7 +2,7 @@
 
     a prompt comes        what is cached of it is held, and the next group of its blocks is read; if another
                           worker sends blocks of it, that comes first
-    a group comes whole   it is in the cache, and more are read, ``AHEAD`` groups at a time
+    a group comes whole   it is in the cache, and more are read, ``ahead`` groups at a time
     one comes short       the store has no more of it: the prompt begins
     it takes too long     the prompt begins, and computes the rest (``PrefixWaits``)
 
@@ -12,13 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..transport.handoff.protocol import Key, PrefixOver
 from .chunks import PrefillSequence
 from .prefix_waits import PrefixWaits
 from .scheduler import PrefillScheduler
 
-AHEAD = 4
+
+class ReadSizes(NamedTuple):
+    """Blocks that are read as one group, and groups of a prompt that are read at a time."""
+
+    group: int
+    ahead: int
+
+
+NO_STORE = ReadSizes(0, 0)
 
 
 @dataclass(slots=True)
@@ -29,11 +38,12 @@ class _Reading:
 
 
 class StoredPrefixes:
-    """The prompts of ``scheduler`` whose blocks are being read, ``group`` at a time; 0: there is no store.
-    ``left`` returns how many blocks to leave to sequences that run here."""
+    """The prompts of ``scheduler`` whose blocks are being read."""
 
-    def __init__(self, scheduler: PrefillScheduler, group: int, left: Callable[[], int]) -> None:
-        self._scheduler, self._blocks, self._group, self._left = scheduler, scheduler.blocks, group, left
+    def __init__(self, scheduler: PrefillScheduler, sizes: ReadSizes, left: Callable[[], int]) -> None:
+        """``left`` returns how many blocks to leave to sequences that run here."""
+        self._scheduler, self._blocks, self._left = scheduler, scheduler.blocks, left
+        self._group, self._ahead = sizes
         self.waits = PrefixWaits()
         self.num_tokens = 0  # that have come
         self._orders: list[tuple[Key, list[bytes]]] = []
@@ -81,7 +91,7 @@ class StoredPrefixes:
         if count < self._group or end == len(reading.hashes):
             self._over(key)
             return
-        while reading.num_asked < min(len(reading.hashes), end + AHEAD * self._group):
+        while reading.num_asked < min(len(reading.hashes), end + self._ahead * self._group):
             self._ask(key, reading)
 
     def _ask(self, key: Key, reading: _Reading) -> None:

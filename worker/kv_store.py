@@ -1,19 +1,17 @@
-"""A folder for KV blocks behind the caches of all workers that are given it, and of those that come after.
+"""A store for KV blocks behind the caches of all workers that are given it, and of those that come after.
 
-    FOLDER/kv-<model, version, key>/<2 digits of the hash>/<hash>      nonce | sealed block
+    PLACE/kv-<model, version, key>/<2 digits of the hash>/<hash>      nonce | sealed block
 
 AES-GCM under a key that follows from the cluster's binds a block to its hash and its model: one that was cut
-short, changed, or put under another's name does not open. It is removed, and computed. When the folder is
-over its limit, or its disk is full, what was written or read longest ago is removed first. No error here ends
-a request, and a disk that hangs neither the loop nor the process.
+short, changed, or put under another's name does not open. It is removed, and computed. The place is a folder
+(``kv_folder``) or a bucket of an object store (``kv_bucket``). No error there ends a request, and one that
+hangs stalls neither the loop nor the process's end.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -21,10 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import blake2b
-from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -34,20 +31,54 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from numpy.typing import NDArray
 
 from .. import __version__
-from ..engine.errors import KVStoreError
 from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import ModelIdentity
 from ..transport.movers.block_memory import BlockPool, memory_of
 from .parts import ReadingCore
 
 NONCE_BYTES = 12
-GROUP_BYTES = 2 << 20  # read or written at a time: a loop copies them in 0.2 ms
+TAG_BYTES = 16
 MAX_QUEUED_GROUPS = 16  # to be written
-NUM_READERS = 4
-STOP_S = 1.0  # for the file that a thread has begun
+STOP_S = 1.0  # for the calls that threads have begun
 WARN_EVERY_S = 60.0
-_BLOCK = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]+)?")  # or one that is being written
 _log = logging.getLogger(__name__)
+
+
+class Storage(Protocol):
+    """Named blobs. All but ``open`` may take its time and raise OSError; none is called by the loop."""
+
+    @property
+    def num_readers(self) -> int:
+        """Threads that ``get``."""
+
+    @property
+    def num_writers(self) -> int:
+        """Threads that ``put``."""
+
+    @property
+    def group_bytes(self) -> int:
+        """How much one thread reads or writes, blob by blob, as one group: at least one."""
+
+    @property
+    def ahead(self) -> int:
+        """Groups that a prompt has read at a time."""
+
+    def open(self, folder: str) -> None:
+        """Make ready for names that begin with ``folder``/. Raises KVStoreError with what to do."""
+
+    def trim(self) -> None:
+        """Remove what is over a limit, before anything is written."""
+
+    def get(self, name: str, num_bytes: int) -> bytes | None:
+        """Return the blob; None: there is none. Not all of it need come if it has another size."""
+
+    def touch(self, name: str) -> bool:
+        """Note that the blob is in use. Return whether it is there."""
+
+    def put(self, name: str, blob: bytes) -> None:
+        """Write a blob, as a whole or not at all."""
+
+    def remove(self, name: str) -> None: ...
 
 
 class Threads:
@@ -73,85 +104,94 @@ class Threads:
         self._stopped = True
         for _ in self._threads:
             self._calls.put(None)
+        until = time.monotonic() + STOP_S
         for thread in self._threads:
-            thread.join(STOP_S)
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         while (work := self._calls.get()) is not None and not self._stopped:
             future, call, args = work
-            future.set_result(call(*args))
+            if future.set_running_or_notify_cancel():
+                future.set_result(call(*args))
 
 
 class KVStore:
-    """The blocks of one model in ``folder``. Files are read and written by threads of its own; each method is
-    for one thread, and ``wake`` is called from any when one of them has more to do."""
+    """The blocks of one model in ``storage``, read and written by threads of its own; each method is for one
+    thread, and ``wake`` is called from any when one of them has more to do."""
 
     gauges: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
-        self,
-        folder: Path,
-        max_bytes: int,
-        secret: bytes,
-        model: ModelIdentity,
-        pool: BlockPool,
-        wake: Callable[[], None],
+        self, storage: Storage, secret: bytes, model: ModelIdentity, pool: BlockPool, wake: Callable[[], None]
     ) -> None:
-        """``max_bytes``: of the whole folder. ``secret``: the cluster's; empty: it has none. Raises
-        KVStoreError."""
+        """``secret``: the cluster's; empty: it has none. Raises KVStoreError."""
         key = blake2b(secret, digest_size=32, person=b"splitserve kv").digest()
         same = (msgspec.structs.replace(model, revision=""), __version__)  # else the bits may differ
         self._model = blake2b(msgspec.msgpack.encode(same), digest_size=8, key=key).digest()
-        self._root, self._folder = folder, folder / f"kv-{self._model.hex()}"
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise KVStoreError(f"--kv-store {folder}: {error.strerror}; give a folder to write to") from None
+        self._storage, self._folder = storage, f"kv-{self._model.hex()}"
+        storage.open(self._folder)
         self._cipher = AESGCM(key)
         self._memory, self._layers = memory_of(pool), slice(0, pool.shape[1])
         self._stream = None  # of a GPU: the default one would wait for the steps that run
         if (device := self._memory.device).type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._block_bytes, self._max_bytes, self._wake = model.block_bytes, max_bytes, wake
-        self.group = max(1, GROUP_BYTES // model.block_bytes)
-        self._reads: deque[tuple[Key, Future[list[bytes]]]] = deque()  # in their order
-        self._readers, self._writer = Threads(NUM_READERS), Threads(1)
-        self._num_queued = 0
-        self._num_saved = self._num_untrimmed = 0
+        self._block_bytes, self._wake = model.block_bytes, wake
+        self.group, self.ahead = max(1, storage.group_bytes // model.block_bytes), storage.ahead
+        self._reads: dict[Key, deque[Future[list[bytes]]]] = {}  # in their order
+        self._writes: list[Future[int]] = []
+        self._readers, self._writer = Threads(storage.num_readers), Threads(storage.num_writers)
+        self._num_saved = 0
         self._warned_at = float("-inf")
         self._writer.submit(self._trim)
 
     @property
     def counters(self) -> dict[str, float]:
         """See ``transport.reports.Telemetry``."""
+        self._settle_writes()
         return {"saved_blocks": self._num_saved}
 
     @property
     def takes_writes(self) -> bool:
         """Whether the next group may be written."""
-        return self._num_queued < MAX_QUEUED_GROUPS
+        self._settle_writes()
+        return len(self._writes) < MAX_QUEUED_GROUPS
 
     def write(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copy these blocks now, and write them soon. They are final."""
         packed = self._memory.pack(blocks, self._layers)
         with torch.cuda.stream(self._stream):  # no effect if it is None
             copied = packed.cpu().numpy().reshape(len(blocks), -1)
-        self._num_queued += 1
-        self._writer.submit(self._write_group, list(hashes), copied)
+        future = self._writer.submit(self._write_group, list(hashes), copied)
+        self._writes.append(future)
+        future.add_done_callback(lambda _: self._wake())
+
+    def _settle_writes(self) -> None:
+        done = [future for future in self._writes if future.done()]
+        if done:
+            self._num_saved += sum(future.result() for future in done)
+            self._writes = [future for future in self._writes if future not in done]
 
     def read(self, key: Key, hashes: Sequence[bytes]) -> None:
         """Read the leading ones of these blocks that are there, and ``report`` them under ``key``."""
         future = self._readers.submit(self._read_group, list(hashes))
-        self._reads.append((key, future))
+        self._reads.setdefault(key, deque()).append(future)
         future.add_done_callback(lambda _: self._wake())
 
     def report(self, core: ReadingCore) -> None:
-        """Give the core what has been read, in the order of the reads: a group a turn, for the loop has
-        sequences to go on with."""
-        while self._reads and self._reads[0][1].done():
-            key, future = self._reads.popleft()
-            found = future.result()
-            if blocks := core.arrived(key, len(found)):
+        """Give the core what has been read, for each key in the order of its reads: a group a turn, for the
+        loop has sequences to go on with."""
+        for key, futures in list(self._reads.items()):
+            if not futures[0].done():
+                continue
+            found = futures.popleft().result()
+            blocks = core.arrived(key, len(found))
+            if not blocks:  # it needs no more
+                for future in futures:
+                    future.cancel()
+                futures.clear()
+            if not futures:
+                del self._reads[key]
+            if blocks:
                 data = torch.frombuffer(bytearray().join(found), dtype=torch.uint8)
                 with torch.cuda.stream(self._stream):
                     data = data.to(self._memory.device)
@@ -168,6 +208,10 @@ class KVStore:
 
     # --- on the threads --------------------------------------------------------------------------
 
+    def _trim(self) -> None:
+        with suppress(OSError):
+            self._storage.trim()
+
     def _read_group(self, hashes: list[bytes]) -> list[bytes]:
         found: list[bytes] = []
         for block_hash in hashes:
@@ -177,82 +221,41 @@ class KVStore:
         return found
 
     def _read_block(self, block_hash: bytes) -> bytes | None:
-        path = self._path(block_hash)
+        name = self._name(block_hash)
         try:
-            sealed = memoryview(path.read_bytes())  # a copy would be made under Python's lock
+            blob = self._storage.get(name, NONCE_BYTES + self._block_bytes + TAG_BYTES)
+            if blob is None:
+                return None
+            sealed = memoryview(blob)  # a copy would be made under Python's lock
             block = self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], self._model + block_hash)
             if len(block) != self._block_bytes:
                 raise InvalidTag
-            with suppress(OSError):  # it may be read only
-                os.utime(path)
             return block
-        except FileNotFoundError:
-            return None
         except (InvalidTag, ValueError):
-            self._warn(f"{path} is damaged: it is removed")
+            self._warn(f"{self._storage}/{name} is damaged: it is removed")
             with suppress(OSError):
-                path.unlink()
+                self._storage.remove(name)
         except OSError as error:
-            self._warn(f"cannot read {path}: {error.strerror}")
+            self._warn(f"cannot read {self._storage}/{name}: {error.strerror}")
         return None
 
-    def _write_group(self, hashes: list[bytes], blocks: NDArray[np.uint8]) -> None:
+    def _write_group(self, hashes: list[bytes], blocks: NDArray[np.uint8]) -> int:
+        """Return how many were not there."""
+        num_new = 0
         try:
             for block_hash, block in zip(hashes, blocks, strict=True):
-                self._write_block(block_hash, block)
-            if self._num_untrimmed > self._max_bytes // 64:
-                self._trim()
+                if not self._storage.touch(name := self._name(block_hash)):
+                    nonce = os.urandom(NONCE_BYTES)
+                    sealed = self._cipher.encrypt(nonce, block.data, self._model + block_hash)
+                    self._storage.put(name, nonce + sealed)
+                    num_new += 1
         except OSError as error:
-            self._warn(f"cannot write to {self._folder}: {error.strerror}")
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._trim(is_full=True)
-        finally:
-            self._num_queued -= 1
-            self._wake()
+            self._warn(f"cannot write to {self._storage}/{self._folder}: {error.strerror}")
+        return num_new
 
-    def _write_block(self, block_hash: bytes, block: NDArray[np.uint8]) -> None:
-        path = self._path(block_hash)
-        with suppress(FileNotFoundError):
-            os.utime(path)
-            return
-        nonce = os.urandom(NONCE_BYTES)
-        sealed = nonce + self._cipher.encrypt(nonce, block.data, self._model + block_hash)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{nonce.hex()}")
-        try:
-            unfinished.write_bytes(sealed)
-            unfinished.rename(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
-        self._num_saved += 1
-        self._num_untrimmed += len(sealed)
-
-    def _trim(self, is_full: bool = False) -> None:
-        """Remove the oldest files of all models until an eighth of the limit is free; ``is_full``: an eighth
-        of them."""
-        self._num_untrimmed, files = 0, []
-        with suppress(OSError):  # a folder has gone
-            for path in self._root.glob("kv-*/??/*"):
-                with suppress(OSError):  # another worker has removed it
-                    if _BLOCK.fullmatch(path.name):
-                        status = path.stat()
-                        files.append((status.st_mtime, status.st_size, path))
-        held = sum(size for _, size, _ in files)
-        limit = held if is_full else self._max_bytes
-        if held < limit or not files:
-            return
-        excess = held - limit + limit // 8
-        for _, size, path in sorted(files):
-            if excess <= 0:
-                break
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-                excess -= size
-
-    def _path(self, block_hash: bytes) -> Path:
+    def _name(self, block_hash: bytes) -> str:
         digits = block_hash.hex()
-        return self._folder / digits[:2] / digits
+        return f"{self._folder}/{digits[:2]}/{digits}"
 
     def _warn(self, what: str) -> None:
         if time.monotonic() - self._warned_at >= WARN_EVERY_S:

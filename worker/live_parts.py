@@ -6,12 +6,14 @@ import os
 import secrets
 import threading
 from functools import partial
+from pathlib import Path
 
 import zmq
 
 from ..engine.adapters.slots import AdapterSlots
 from ..engine.cache.block_manager import BlockManager
 from ..engine.device import mark_stream
+from ..engine.settings import KV_STORE_URL, WorkerSettings
 from ..engine.step.grammar import GrammarThread
 from ..engine.step.step_progress import LayerProgress, StepForecast
 from ..engine.step.step_thread import StepThread
@@ -30,7 +32,9 @@ from ..transport.process.wakeup import Wakeup
 from ..transport.process.worker_trace import WorkerTrace
 from .adapters import AdapterFolder
 from .gpu_telemetry import telemetry_of
-from .kv_store import KVStore
+from .kv_bucket import KVBucket
+from .kv_folder import DEFAULT_GIB, KVFolder
+from .kv_store import KVStore, Storage
 from .parts import ModelFacts, RoleParts, WorkerParts
 from .settings import DecodeSettings, FlexibleSettings, PrefillSettings
 from .steps import RunningStep, Steps
@@ -57,10 +61,9 @@ def live_parts(
     poller.register(wakeup.fd, zmq.POLLIN)
     names = NameWatch(settings.coordinator_names)
     store: KVStore | None = None
-    if settings.kv_store is not None:
+    if settings.kv_store:
         secret = key.secret if key is not None else b""
-        max_bytes = int(settings.kv_store_gib * (1 << 30))
-        store = KVStore(settings.kv_store, max_bytes, secret, model.identity, model.pool, wakeup.set)
+        store = KVStore(_storage(settings), secret, model.identity, model.pool, wakeup.set)
     folder: AdapterFolder | None = None
     if settings.lora_folder is not None and model.adapters is not None:
         folder = AdapterFolder(settings.lora_folder, model.adapters)
@@ -109,6 +112,13 @@ def live_parts(
         folder.slots if folder is not None else AdapterSlots(),
         names.addresses,
     )
+
+
+def _storage(settings: WorkerSettings) -> Storage:
+    """Raises KVStoreError with what to do."""
+    if KV_STORE_URL.fullmatch(settings.kv_store):
+        return KVBucket(settings.kv_store)
+    return KVFolder(Path(settings.kv_store), int((settings.kv_store_gib or DEFAULT_GIB) * (1 << 30)))
 
 
 def _open(

@@ -7,6 +7,7 @@ from ..decode.drafts import CHEAP_ROWS, Drafts
 from ..decode.scheduler import DecodeScheduler
 from ..prefill.core import PrefillCore
 from ..prefill.scheduler import PrefillScheduler
+from ..prefill.stored_prefixes import NO_STORE, ReadSizes
 from ..transport.handoff.layer_slicing import LayerSlicing
 from .played_role import PlayedRole
 from .settings import DecodeSettings, PrefillSettings
@@ -58,7 +59,7 @@ class PrefillRole(PlayedRole):
             slicing=LayerSlicing(model.num_layers, identity.block_bytes, process.slicing),
             is_local=host.hands_to_itself if host else lambda _: False,
             tests_movers=True,
-            stored_group=process.store.group if process.store is not None else 0,
+            stored=ReadSizes(store.group, store.ahead) if (store := process.store) else NO_STORE,
             adapters=process.adapters,
         )
 

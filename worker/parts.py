@@ -40,10 +40,13 @@ class ReadingCore(Protocol):
 
 
 class BlockStore(Telemetry, Protocol):
-    """Reads and writes KV blocks outside the cache while the loop goes on, up to ``group`` at a time."""
+    """Reads and writes KV blocks outside the cache while the loop goes on, up to ``group`` at a time. For a
+    prompt ``ahead`` groups are read at a time."""
 
     @property
     def group(self) -> int: ...
+    @property
+    def ahead(self) -> int: ...
     @property
     def takes_writes(self) -> bool: ...
     def write(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None: ...

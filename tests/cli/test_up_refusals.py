@@ -12,6 +12,7 @@ from support.planned import planned
 
 from splitserve.cli import up
 from splitserve.cli.config import ConfigError, Sources, Value
+from splitserve.cli.extras import EXTRAS
 from splitserve.cli.local_cluster import curl_example
 from splitserve.cli.settings import ServerSettings
 from splitserve.cli.up import plan
@@ -90,7 +91,21 @@ def test_stored_blocks_need_a_key_that_stays(model: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"--kv-store: .* give --key-file or --run-dir"):
         plan({"model": Value(str(model), "--model"), "kv_store": Value(store, "--kv-store")}, NOTHING_ELSE)
     found = planned(model, tmp_path, kv_store=store, run_dir=str(tmp_path / "run"))
-    assert {str(worker.kv_store) for worker in found.workers} == {store}
+    assert {worker.kv_store for worker in found.workers} == {store}
+
+
+def test_blocks_in_an_object_store_need_its_client(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = str(tmp_path / "run")
+    found = planned(model, tmp_path, kv_store="s3://blocks/x", run_dir=run_dir)
+    assert {worker.kv_store for worker in found.workers} == {"s3://blocks/x"}
+    monkeypatch.setitem(EXTRAS, "object-store", ("obstore_that_is_not_there",))
+    with pytest.raises(
+        ConfigError, match=r"--kv-store: .*not installed: pip install 'splitserve\[object-store\]'"
+    ):
+        planned(model, tmp_path, kv_store="s3://blocks/x", run_dir=run_dir)
+    assert planned(model, tmp_path, kv_store=str(tmp_path), run_dir=run_dir).workers
 
 
 def test_every_worker_gets_the_folder_of_adapters(model: Path, tmp_path: Path) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 from e2e.cluster import MODEL_NAME, Cluster, running, wait_for
+from support.played_bucket import played_bucket
+from support.s3_server import s3_server
 from transformers import PreTrainedModel
 
 BLOCK, NUM_TOKENS = 16, 20
@@ -32,24 +37,67 @@ def counted(cluster: Cluster, name: str) -> float:
     return sum(worker["counters"].get(name, 0) for worker in cluster.state()["workers"])
 
 
-def test_evicted_blocks_are_read_back(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    arguments = ["--kv-store", str(store), "--run-dir", str(tmp_path / "run"), "--exact"]
+class Folder:
+    """The folder of blocks, as this test looks into it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.option = path, str(path)
+
+    def names(self) -> list[str]:
+        return sorted(str(path) for path in self.path.glob(f"kv-*/??/{'?' * 32}"))
+
+    def cut(self, name: str) -> None:
+        Path(name).write_bytes(Path(name).read_bytes()[:-1])
+
+
+class Bucket:
+    """The same of an object store."""
+
+    option = "s3://blocks/team"
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def names(self) -> list[str]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket="blocks", Prefix="team/kv-")
+        names = (each["Key"] for page in pages for each in page.get("Contents", ()))
+        return sorted(name for name in names if not name.endswith("/opened"))
+
+    def cut(self, name: str) -> None:
+        body = self._client.get_object(Bucket="blocks", Key=name)["Body"].read()
+        self._client.put_object(Bucket="blocks", Key=name, Body=body[:-1])
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Folder | Bucket]:
+    if request.param == "folder":
+        yield Folder(tmp_path / "store")
+        return
+    with s3_server(monkeypatch, "blocks") as client:
+        yield Bucket(client)
+
+
+def test_evicted_blocks_are_read_back(
+    tiny: tuple[Path, PreTrainedModel], tmp_path: Path, store: Folder | Bucket
+) -> None:
+    arguments = ["--kv-store", store.option, "--run-dir", str(tmp_path / "run"), "--exact"]
     arguments += ["--num-blocks", "48", "--max-model-len", "512"]
     numbers = range(len(DOCUMENTS))
     with running(tiny[0], tmp_path, *arguments) as cluster:
         expected = [ask(cluster, number) for number in numbers]
         assert {cached for _, cached in expected} == {0}
         num_full = len(DOCUMENTS) * ((300 + NUM_TOKENS - 1) // BLOCK)  # the last token has no KV
-        wait_for("all is saved", lambda: len(list(store.glob(f"kv-*/??/{'?' * 32}"))) == num_full)
+        wait_for("all is saved", lambda: len(store.names()) == num_full)
         for number in numbers:
             cluster.wait_reported()
             assert ask(cluster, number) == (expected[number][0], 18 * BLOCK)
         cluster.wait_reported()
         assert counted(cluster, "loaded_tokens") >= 2 * 18 * BLOCK, "at least what two caches cannot hold"
         cluster.wait_at_rest()
-    for path in sorted(store.glob("kv-*/??/*"))[::7]:
-        path.write_bytes(path.read_bytes()[:-1])
+    for name in store.names()[::7]:
+        store.cut(name)
     with running(tiny[0], tmp_path, *arguments) as cluster:
         again = [ask(cluster, number) for number in numbers]
         assert [tokens for tokens, _ in again] == [tokens for tokens, _ in expected]
@@ -58,3 +106,18 @@ def test_evicted_blocks_are_read_back(tiny: tuple[Path, PreTrainedModel], tmp_pa
         assert counted(cluster, "loaded_tokens") == sum(cached for _, cached in again)
         cluster.wait_at_rest()
     assert "is damaged: it is removed" in (tmp_path / "up.log").read_text()
+
+
+def test_an_object_store_that_hangs_costs_no_answer(
+    tiny: tuple[Path, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--kv-store", "s3://blocks", "--run-dir", str(tmp_path / "run"), "--exact"]
+    with played_bucket(tmp_path, monkeypatch) as bucket:
+        with running(tiny[0], tmp_path, *options) as cluster:
+            expected = [ask(cluster, number) for number in range(2)]
+            wait_for("all is saved", lambda: len(bucket.objects) == 2 * ((300 + NUM_TOKENS - 1) // BLOCK))
+        with running(tiny[0], tmp_path, *options) as cluster:
+            bucket.gate.clear()
+            assert [ask(cluster, number) for number in range(2)] == expected, "computed again"
+            assert bucket.held, "it was asked"
+            cluster.wait_at_rest()

@@ -13,13 +13,13 @@ from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.prefix_waits import MAX_LATE, PAUSE_S, UNSEEN_S
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.prefill.stored_prefixes import AHEAD
+from splitserve.prefill.stored_prefixes import ReadSizes
 from splitserve.transport.messages.blocks import chain, root_hash
 from splitserve.transport.messages.messages import Cancel, Drain, Meet, Prefill, Release, u32
 
 TOKENS = u32(range(90))
 HASHES = chain(root_hash("m"), TOKENS, BLOCK)
-GROUP = 2
+GROUP, AHEAD = 2, 4
 
 
 def prompt(dispatch: int, num_tokens: int = 90, **more: object) -> Prefill:
@@ -35,7 +35,9 @@ class Worker:
         meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
         self.scheduler = PrefillScheduler(BlockManager(num_blocks), BLOCK, "m", 128, 4)
         arrivals = receiver(meet, self.scheduler.blocks, lambda: self.core.room())
-        self.core = PrefillCore(meet, self.scheduler, arrivals, frozenset(), 100, stored_group=GROUP)
+        self.core = PrefillCore(
+            meet, self.scheduler, arrivals, frozenset(), 100, stored=ReadSizes(GROUP, AHEAD)
+        )
         self.blocks, self.num_stored = self.scheduler.blocks, num_stored
         self.num_reads = self.most_ahead = 0
 

@@ -21,6 +21,7 @@ from splitserve.transport.handoff.protocol import Key  # noqa: E402
 from splitserve.transport.messages.cache_map import states  # noqa: E402
 from splitserve.transport.messages.messages import ModelIdentity  # noqa: E402
 from splitserve.transport.movers.block_memory import DevicePool  # noqa: E402
+from splitserve.worker.kv_folder import KVFolder  # noqa: E402
 from splitserve.worker.kv_store import KVStore  # noqa: E402
 
 MODEL = ModelIdentity(kv_name="m", dtype="f", block_size=4, cache_map=states(2, 512), block_bytes=1024)
@@ -56,7 +57,7 @@ def test_blocks_come_back_and_no_copy_waits_for_a_step(
         device: DevicePool = (
             DeviceBlocks(pools[0].view(4, 2, 512)) if num_gpus == 1 else ShardedBlocks(pools, heads, 2)
         )
-        store = KVStore(tmp_path, 1 << 30, b"s", MODEL, device, woken.set)
+        store = KVStore(KVFolder(tmp_path, 1 << 30), b"s", MODEL, device, woken.set)
         hashes = [bytes([i]) * 16 for i in range(2)]
         store.write(hashes, [0, 1])
         store._writer.submit(lambda: None).result(20)

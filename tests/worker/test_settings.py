@@ -37,3 +37,30 @@ def test_a_worker_of_both_roles_has_two_ports_for_each() -> None:
     assert (decode.worker_id, decode.listen) == ("w:decode", "tcp://[::1]:7710")
     assert (prefill.worker_id, prefill.listen) == ("w:prefill", "tcp://[::1]:7712")
     assert prefill.data_listen == "tcp://0.0.0.0:*"
+
+
+@pytest.mark.parametrize("url", ["s3://blocks", "s3://blocks/team/kv/", "gs://b.c_d/x", "az://blocks/x"])
+def test_a_bucket_has_no_size(url: str) -> None:
+    asked = {"model": ".", "insecure": True, "kv_store": url}
+    assert DecodeSettings.model_validate(asked).kv_store == url
+    with pytest.raises(ValidationError, match=r"--kv-store-gib: .* set a lifecycle rule on the bucket"):
+        DecodeSettings.model_validate({**asked, "kv_store_gib": 10})
+    assert (
+        DecodeSettings.model_validate({**asked, "kv_store": "blocks", "kv_store_gib": 10}).kv_store_gib == 10
+    )
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://blocks/x",
+        "s3://",
+        "s3:///x",
+        "https://blocks.example/x",
+        "s3://key:secret@blocks/x",
+        "s3://b/x?y",
+    ],
+)
+def test_other_urls_are_no_kv_store(url: str) -> None:
+    with pytest.raises(ValidationError, match=r"--kv-store: of URLs only s3://BUCKET/PREFIX, gs://BUCKET"):
+        DecodeSettings.model_validate({"model": ".", "insecure": True, "kv_store": url})
