@@ -10,13 +10,14 @@ read at a time. Nothing is removed because of its age: that is for the bucket's 
 
 from __future__ import annotations
 
+import asyncio
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..engine.errors import KVStoreError
+from .kv_store import Threads
 
 TIMEOUT = timedelta(seconds=10)  # no prompt waits longer
 CONNECT_TIMEOUT = timedelta(seconds=2)
@@ -30,7 +31,8 @@ Result = TypeVar("Result")
 
 
 class KVBucket:
-    """See ``kv_store.Storage``."""
+    """See ``kv_store.Storage``. Requests run in a loop of its own, where ``close`` can end them: a thread
+    that still waited within the library at the process's end would abort it."""
 
     num_readers = ahead = 32
     num_writers = 16
@@ -54,20 +56,23 @@ class KVBucket:
         except Exception as error:
             raise KVStoreError(f"--kv-store {url}: {_reason(error)}; check {self._variables}") from None
 
+        self._loop, self._thread, self._closed = asyncio.new_event_loop(), Threads(1), False
+        self._thread.submit(self._loop.run_forever)
+
     def __str__(self) -> str:
         return self._url
 
     def open(self, folder: str) -> None:
         """Write, look for and remove an object, as is done later."""
-        name, store = f"{folder}/opened", self._store
-        calls: dict[str, Callable[[], object]] = {
-            "write": lambda: store.put(name, b"", use_multipart=False),
+        name = f"{folder}/opened"
+        requests: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+            "write": lambda: self._put(name, b""),
             "read and list": lambda: self._get(f"{folder}/none", 0),
-            "remove": lambda: store.delete(name),
+            "remove": lambda: self._remove(name),
         }
-        for verb, call in calls.items():
+        for verb, request in requests.items():
             try:
-                call()
+                self._waited(request())
             except FileNotFoundError:
                 problem = "there is no such bucket: create it, or check its name"
             except self._refusals as error:
@@ -76,43 +81,77 @@ class KVBucket:
                 problem = f"cannot {verb} objects there ({_reason(error)}): check the network"
             else:
                 continue
+            self.close()
             raise KVStoreError(f"--kv-store {self._url}: {problem}, and {self._variables}") from None
 
     def trim(self) -> None:
         """Nothing: see above."""
 
     def get(self, name: str, num_bytes: int) -> bytes | None:
-        return _called(partial(self._get, name, num_bytes))
-
-    def _get(self, name: str, num_bytes: int) -> bytes | None:
-        try:
-            found = self._store.get(name)
-        except FileNotFoundError:
-            return None
-        return bytes(found.bytes()) if found.meta["size"] == num_bytes else b""  # it may be too large to hold
+        return self._result(self._get(name, num_bytes))
 
     def touch(self, name: str) -> bool:
+        return self._result(self._is_there(name))
+
+    def put(self, name: str, blob: bytes) -> None:
+        self._result(self._put(name, blob))
+
+    def remove(self, name: str) -> None:
+        self._result(self._remove(name))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.stop()
+        self._thread.join()
+        if not self._loop.is_running():
+            self._loop.close()
+
+    def _result(self, request: Coroutine[Any, Any, Result]) -> Result:
+        """Raises OSError."""
         try:
-            _called(partial(self._store.head, name))
+            return self._waited(request)
+        except Exception as error:  # of several libraries below it
+            raise OSError(errno.EIO, _reason(error)) from None
+
+    def _waited(self, request: Coroutine[Any, Any, Result]) -> Result:
+        if self._closed:
+            request.close()
+            raise OSError("closed")
+        return asyncio.run_coroutine_threadsafe(request, self._loop).result()
+
+    # --- in the loop -----------------------------------------------------------------------------
+
+    async def _get(self, name: str, num_bytes: int) -> bytes | None:
+        try:
+            found = await self._store.get_async(name)
+        except FileNotFoundError:
+            return None
+        if found.meta["size"] != num_bytes:  # it may be too large to hold
+            return b""
+        return bytes(await found.bytes_async())
+
+    async def _is_there(self, name: str) -> bool:
+        try:
+            await self._store.head_async(name)
         except FileNotFoundError:
             return False
         return True
 
-    def put(self, name: str, blob: bytes) -> None:
-        _called(partial(self._store.put, name, blob, use_multipart=False))
+    async def _put(self, name: str, blob: bytes) -> None:
+        await self._store.put_async(name, blob, use_multipart=False)
 
-    def remove(self, name: str) -> None:
-        _called(partial(self._store.delete, name))
+    async def _remove(self, name: str) -> None:
+        await self._store.delete_async(name)
 
-
-def _called(call: Callable[[], Result]) -> Result:
-    """Return what it does. Raises OSError."""
-    try:
-        return call()
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # of several libraries below it
-        raise OSError(errno.EIO, _reason(error)) from None
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._loop.stop()
 
 
 def _reason(error: Exception) -> str:

@@ -79,6 +79,9 @@ class KVFolder:
     def remove(self, name: str) -> None:
         (self._root / name).unlink(missing_ok=True)
 
+    def close(self) -> None:
+        """Nothing: a call of the system cannot be ended."""
+
     def trim(self, is_full: bool = False) -> None:
         """Remove the oldest files of all models until an eighth of the limit is free; ``is_full``: an eighth
         of them."""

@@ -80,6 +80,9 @@ class Storage(Protocol):
 
     def remove(self, name: str) -> None: ...
 
+    def close(self) -> None:
+        """End what runs, as far as possible: it fails."""
+
 
 class Threads:
     """Run one call after the other. They may hang: unlike those of ``concurrent.futures``, they keep no
@@ -104,6 +107,9 @@ class Threads:
         self._stopped = True
         for _ in self._threads:
             self._calls.put(None)
+
+    def join(self) -> None:
+        """Wait for the calls that have begun, up to ``STOP_S``."""
         until = time.monotonic() + STOP_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -202,9 +208,12 @@ class KVStore:
 
     def close(self) -> None:
         """Forget what has not been read or written yet."""
-        self._wake = lambda: None  # what hangs may end later
+        self._wake, self._warned_at = lambda: None, float("inf")  # what hangs may end later
         for threads in (self._readers, self._writer):
             threads.stop()
+        self._storage.close()
+        for threads in (self._readers, self._writer):
+            threads.join()
 
     # --- on the threads --------------------------------------------------------------------------
 

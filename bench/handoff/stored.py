@@ -1,6 +1,7 @@
 """What the KV store saves where prompts return that no cache holds any more: time to their first token.
 
     python -m splitserve.bench.handoff.stored --json bench/results/stored.json # 8 minutes
+    python -m splitserve.bench.handoff.stored --kv-store s3://BUCKET/PREFIX    # of an object store
 
 Documents of 1,500 tokens are asked about in turn, by a random 125M model; each worker's cache holds two of
 them. Four arms in turn: no store; a store; a store that earlier workers have filled; and caches that hold all
@@ -50,13 +51,16 @@ def measure(url: str, first_pass_counts: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = option_parser(__doc__, to_json=True).parse_args()
+    parser = option_parser(__doc__, to_json=True)
+    parser.add_argument("--kv-store", help="bucket; each round takes a prefix below it. Default: a folder")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "llama-125m"
         make_random_llama(model, max_position_embeddings=MAX_MODEL_LEN)
-        for number in range(ROUNDS):
-            store = Path(folder) / f"store-{number}"
+        for number in range(arguments.rounds):
+            store = f"{arguments.kv_store or folder}/store-{number}"
             for arm in ARMS:
                 more: dict[str, object] = {"num_blocks": LARGE if arm == "cached" else SMALL}
                 more |= {"kv_store": store} if arm in ("stored", "after a restart") else {}

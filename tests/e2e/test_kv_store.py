@@ -86,10 +86,12 @@ def test_evicted_blocks_are_read_back(
     arguments += ["--num-blocks", "48", "--max-model-len", "512"]
     numbers = range(len(DOCUMENTS))
     with running(tiny[0], tmp_path, *arguments) as cluster:
-        expected = [ask(cluster, number) for number in numbers]
+        expected, num_full = list[tuple[list[int], int]](), 0
+        for number in numbers:
+            expected.append(ask(cluster, number))
+            num_full += (300 + NUM_TOKENS - 1) // BLOCK  # the last token has no KV
+            wait_for("all is saved, before any is evicted", lambda num=num_full: len(store.names()) == num)
         assert {cached for _, cached in expected} == {0}
-        num_full = len(DOCUMENTS) * ((300 + NUM_TOKENS - 1) // BLOCK)  # the last token has no KV
-        wait_for("all is saved", lambda: len(store.names()) == num_full)
         for number in numbers:
             cluster.wait_reported()
             assert ask(cluster, number) == (expected[number][0], 18 * BLOCK)

@@ -125,13 +125,12 @@ while store.takes_writes:
     store.write(HASHES[1:2], [1])
 sys.stdin.readline()
 rig.close()
+left = [thread for thread in threading.enumerate() if thread.name == "kv-store"]
+assert not left, "one that is still within the library aborts the process"
 """
 
 
-@pytest.mark.parametrize("answers_at_the_end", [False, True])
-def test_a_server_that_hangs_keeps_no_process_from_its_end(
-    bucket: PlayedBucket, answers_at_the_end: bool
-) -> None:
+def test_a_server_that_hangs_keeps_no_process_from_its_end(bucket: PlayedBucket) -> None:
     tests = Path(__file__).resolve().parents[1]
     process = subprocess.Popen(
         [sys.executable, "-c", ENDS, URL], cwd=tests, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -144,7 +143,5 @@ def test_a_server_that_hangs_keeps_no_process_from_its_end(
     process.stdin.flush()
     while len(bucket.held) < KVBucket.num_readers + KVBucket.num_writers:
         time.sleep(0.01)
-    if answers_at_the_end:
-        threading.Timer(1.05, bucket.gate.set).start()
     process.communicate("go\n", timeout=20)
     assert process.returncode == 0
