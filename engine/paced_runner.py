@@ -37,10 +37,15 @@ class PacedRunner:
     """``noise``: draws how many times its modelled time a step takes."""
 
     def __init__(
-        self, profile: Profile, vocab_size: int, eos_token_ids: frozenset[int], noise: random.Random
+        self,
+        profile: Profile,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        noise: random.Random,
+        hidden_size: int = 1,
     ) -> None:
         self.clock = StepClock(profile)
-        self._vocab_size, self._eos = vocab_size, eos_token_ids
+        self._vocab_size, self._eos, self._hidden_size = vocab_size, eos_token_ids, hidden_size
         self._num_layers = profile.memory.num_layers
         self._noise, self._sigma = noise, math.sqrt(math.log1p(profile.noise_cv**2))
         self._late_s = 0.0  # seconds that the last step overslept; subtracted from one that follows at once
@@ -85,6 +90,7 @@ class PacedRunner:
             token_ids,
             logprobs,
             {row: [TokenLogprobs(0.0)] * len(batch.next_prompt_ids[row]) for row in asked},
+            {row: np.ones(self._hidden_size, np.float32) for row, wants in enumerate(batch.embeds) if wants},
         )
 
     def _token(self, state: SamplingState, position: int) -> int:
@@ -120,7 +126,9 @@ def paced_model(settings: WorkerSettings, allocate: PoolAllocator | None = None)
     )
     eos = frozenset(config.eos_token_ids)
     return WorkerModel(
-        runner=PacedRunner(profile, config.vocab_size, eos, random.Random(settings.worker_id)),
+        runner=PacedRunner(
+            profile, config.vocab_size, eos, random.Random(settings.worker_id), config.hidden_size
+        ),
         pool=pool.reshape(shape),
         identity=ModelIdentity(
             dtype="uint8",

@@ -90,7 +90,7 @@ class PrefillSequence:
 
     @property
     def scores_only(self) -> bool:
-        """``max_tokens`` 0: the prompt's logprobs are wanted, and no token."""
+        """``max_tokens`` 0: the prompt's logprobs or its embedding are wanted, and no token."""
         return self.spec.sampling.max_tokens == 0
 
 
@@ -116,6 +116,11 @@ class Chunk:
     def sampling(self) -> SamplingState | None:
         """None: no token is sampled behind this chunk."""
         return self.sequence.state if self.is_last and not self.sequence.scores_only else None
+
+    @property
+    def embeds(self) -> bool:
+        """The hidden state of its last token is wanted."""
+        return self.sequence.spec.embeds and self.is_last
 
     @property
     def next_prompt_ids(self) -> list[int]:
@@ -162,6 +167,7 @@ def batch_of(chunks: Sequence[Chunk], block_size: int) -> Batch:
         prompt_logprobs=[c.sequence.spec.prompt_logprobs for c in chunks],
         next_prompt_ids=[c.next_prompt_ids for c in chunks],
         adapters=adapters_of([c.sequence.state.adapter for c in chunks]),
+        embeds=[c.embeds for c in chunks],
     )
 
 
@@ -186,4 +192,5 @@ def _batch_of_one(chunk: Chunk, block_size: int) -> Batch:
         prompt_logprobs=[chunk.sequence.spec.prompt_logprobs],
         next_prompt_ids=[chunk.next_prompt_ids],
         adapters=adapters_of([chunk.sequence.state.adapter]),
+        embeds=[chunk.embeds],
     )

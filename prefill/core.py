@@ -30,17 +30,7 @@ from ..transport.handoff.protocol import (
 )
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.sender import HandoffSender
-from ..transport.messages.messages import (
-    Cancel,
-    Drain,
-    Meet,
-    Message,
-    PeerId,
-    Prefill,
-    SendPrefix,
-    TokenLogprobs,
-    from_u32,
-)
+from ..transport.messages.messages import Cancel, Drain, Meet, Message, PeerId, Prefill, SendPrefix, from_u32
 from .chunks import PrefillSequence, PrefillStep
 from .handoff_feed import HandoffFeed
 from .prefix_waits import PrefixWaits, refusal_of
@@ -180,7 +170,7 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
             if (prompt_logprobs := output.prompt_logprobs.get(row)) is not None:
                 self._first_tokens.gather(sequence.key, prompt_logprobs)
             if chunk.is_last:
-                self._first_token(sequence, int(output.token_ids[row]), output.logprobs.get(row), now)
+                self._first_token(sequence, row, output, now)
             else:
                 self.feed.blocks_ready(sequence)
 
@@ -265,15 +255,14 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
                 self.stored.begin(sequence, self._heartbeat.tokens_per_s, now)
             self._compile_grammar(key, sequence.state)
 
-    def _first_token(
-        self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float
-    ) -> None:
-        state = sequence.state
+    def _first_token(self, sequence: PrefillSequence, row: int, output: StepOutput, now: float) -> None:
+        state, token = sequence.state, int(output.token_ids[row])
         if state.matcher is not None and (failure := state.matcher.failure(len(state.output_token_ids))):
             self._fail(sequence.key, "refused", f"response_format: {failure}")
             return
         self._heartbeat.count_first_token()
-        report = self._first_tokens.report(sequence, token, logprobs, now)
+        logprobs, embedding = output.logprobs.get(row), output.embeddings.get(row)
+        report = self._first_tokens.report(sequence, token, logprobs, now, embedding)
         self._actions.append(ToCoordinator(report))
         if report.finished is not None:
             self._drop(sequence.key)

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..engine.cache.block_manager import has_spare
 from ..engine.step.batch import finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key
@@ -107,8 +110,8 @@ class Heartbeat:
 
 
 class FirstTokens:
-    """What a computed prompt yields: its first token, or the logprobs of the prompt itself. Those are kept,
-    chunk by chunk, until the first token is reported."""
+    """What a computed prompt yields: its first token, its embedding, or the logprobs of the prompt itself.
+    Those are kept, chunk by chunk, until the first token is reported."""
 
     def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
         self._eos, self._max_model_len = eos_token_ids, max_model_len
@@ -123,7 +126,12 @@ class FirstTokens:
         return last_output_index(sequence.state, self._max_model_len) > len(sequence.state.output_token_ids)
 
     def report(
-        self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float
+        self,
+        sequence: PrefillSequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+        embedding: NDArray[np.float32] | None = None,
     ) -> FirstToken:
         """The whole prompt has been computed."""
         index = len(sequence.state.output_token_ids)
@@ -135,6 +143,7 @@ class FirstTokens:
             token=None if sequence.scores_only else token,
             logprobs=logprobs,
             prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
+            embedding=b"" if embedding is None else embedding.tobytes(),
             num_cached_tokens=sequence.num_cached_tokens,
             queue_s=max(0.0, sequence.started - sequence.arrival),
             prefill_s=max(0.0, now - sequence.started),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +31,8 @@ MISSING_PARTS = {
 }
 """By the key of config.json that asks for them."""
 MODELOPT = "hf_quant_config.json"
+SENTENCE_TRANSFORMERS = "modules.json"
+"""Its checkpoints are of the model without its head."""
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -129,11 +132,15 @@ class ModelConfig:
         )
         modelopt = _read_json(path / MODELOPT) if (path / MODELOPT).exists() else {}
         try:
-            return parse_config(config, generation, modelopt)
+            found = parse_config(config, generation, modelopt)
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise ModelConfigError(
                 f"{path / 'config.json'} has a value of the wrong type ({error!r:.200}); download it again"
             ) from error
+        if found.architecture not in config["architectures"] or (path / SENTENCE_TRANSFORMERS).exists():
+            # it has no head of its own, or none that is used: only embeddings are served, unless it is tied
+            found = replace(found, tie_word_embeddings=True)
+        return found
 
 
 def parse_config(
@@ -246,7 +253,10 @@ def _further_layers(config: dict[str, Any], family: Family) -> int:
 
 
 def _architecture(config: dict[str, Any]) -> str:
+    """Return the family's. A base model (``Qwen3Model``) is of the same family as the one with a head."""
     architectures = config.get("architectures") or []
+    if isinstance(architectures, list):
+        architectures = [re.sub("^(.+)Model$", _with_head, str(each)) for each in architectures]
     if (
         not isinstance(architectures, list)
         or len(architectures) != 1
@@ -262,6 +272,10 @@ def _architecture(config: dict[str, Any]) -> str:
             + f" (supported: {', '.join(FAMILIES)})"
         )
     return str(architectures[0])
+
+
+def _with_head(base: re.Match[str]) -> str:
+    return head if (head := f"{base[1]}ForCausalLM") in FAMILIES else base[0]
 
 
 def _activation(config: dict[str, Any]) -> Activation:

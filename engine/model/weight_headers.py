@@ -31,6 +31,9 @@ ITEM_BYTES = {
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 Shape = tuple[int, ...]
+BASE_MODEL = ("embed_tokens.", "layers.", "norm.")
+"""How tensors are named in a checkpoint of the base model alone, as sentence-transformers saves it: without
+the ``model.`` before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,10 @@ def header_of(file: Path) -> dict[str, StoredTensor]:
         first, num_bytes, header = _read_table(file) if file.name == WEIGHTS else _read_header(file)
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
-        found = {name: _stored(entry, first, num_bytes) for name, entry in tensors.items()}
+        found = {
+            f"model.{name}" if name.startswith(BASE_MODEL) else name: _stored(entry, first, num_bytes)
+            for name, entry in tensors.items()
+        }
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"{error}"
         raise WeightsError(

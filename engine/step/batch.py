@@ -83,6 +83,7 @@ class Batch:
     fed_from        int32 [num_tokens] or None    for a step made while the last one ran: the row of that one
                                                   whose sampled token is the input; -1: in ``token_ids``
     adapters        one entry a sequence, or ()   see ``SamplingState.adapter``; (): none has one
+    embeds          one entry a sequence, or ()   whether the hidden state of its last token is wanted
     """
 
     token_ids: NDArray[np.int32]
@@ -96,6 +97,7 @@ class Batch:
     next_prompt_ids: Seq[list[int]] = ()
     fed_from: NDArray[np.int32] | None = None
     adapters: Seq[str] = ()
+    embeds: Seq[bool] = ()
 
     @property
     def num_seqs(self) -> int:
@@ -137,6 +139,7 @@ class Batch:
             next_prompt_ids=[*[[]] * num_rows, *chunks.next_prompt_ids],
             fed_from=fed_from,
             adapters=adapters_of(self.adapters or [""] * num_rows, chunks.adapters or [""] * chunks.num_seqs),
+            embeds=[*[False] * num_rows, *chunks.embeds],
         )
 
 
@@ -147,11 +150,13 @@ class StepOutput:
     token_ids       int32 [num_seqs]   the sampled token, -1 where ``sampling`` was None
     logprobs        by row, for the sequences whose params ask for them
     prompt_logprobs by row, for the sequences that ask for them: one entry per token of ``next_prompt_ids``
+    embeddings      by row, where ``embeds``: float32 [hidden_size], the hidden state behind the last norm
     """
 
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
     def split(self, num_rows: int) -> tuple[StepOutput, StepOutput]:
         """Return the outputs of the first ``num_rows`` sequences and of the others, each with rows of its
@@ -161,11 +166,13 @@ class StepOutput:
                 self.token_ids[:num_rows],
                 {row: entry for row, entry in self.logprobs.items() if row < num_rows},
                 {row: entries for row, entries in self.prompt_logprobs.items() if row < num_rows},
+                {row: vector for row, vector in self.embeddings.items() if row < num_rows},
             ),
             StepOutput(
                 self.token_ids[num_rows:],
                 {row - num_rows: entry for row, entry in self.logprobs.items() if row >= num_rows},
                 {row - num_rows: entries for row, entries in self.prompt_logprobs.items() if row >= num_rows},
+                {row - num_rows: vector for row, vector in self.embeddings.items() if row >= num_rows},
             ),
         )
 

@@ -24,7 +24,7 @@ from ..ranks.threads import AllRanks, written_by_all
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .prefill_graphs import PrefillGraphs
-from .sampler import SampledRows, Sampler, StepLogits, report_logprobs
+from .sampler import SampledRows, Sampler, StepLogits, prompt_logprobs
 from .step_thread import OnLayer
 from .warm_up import many_seqs, run_first_steps
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 METADATA = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_mapping")
 NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
-LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
+Embeddings = Callable[[], dict[int, NDArray[np.float32]]]
+NO_EMBEDDINGS: Embeddings = dict
 
 
 class ModelRunner:
@@ -126,23 +127,25 @@ class ModelRunner:
                 logits, newest, lengths = self._graphs.logits(batch, self._sampled_last, slots)
                 tokens = self._sample(batch, list(range(batch.num_seqs)), StepLogits(logits, newest, lengths))
                 self._graphs.sampled(self._sampled_last)
-                prompt_logprobs = NO_LOGPROBS
+                prompt_logprobs, embeddings = NO_LOGPROBS, NO_EMBEDDINGS
             else:
-                sampled, computed, prompt_logprobs = self._run_layers(batch, on_layer, slots)
+                sampled, computed, prompt_logprobs, embeddings = self._run_layers(batch, on_layer, slots)
                 tokens = self._sample(batch, sampled, computed)
-        return lambda: self.loaded.rank.checked(StepOutput(*tokens(), prompt_logprobs))
+        return lambda: self.loaded.rank.checked(StepOutput(*tokens(), prompt_logprobs, embeddings()))
 
     def _run_layers(
         self, batch: Batch, on_layer: OnLayer | None, slots: NDArray[np.int32] | None
-    ) -> tuple[list[int], StepLogits, dict[int, list[TokenLogprobs]]]:
-        """The sequences that sample, what they sample from, and the logprobs of prompts."""
+    ) -> tuple[list[int], StepLogits, dict[int, list[TokenLogprobs]], Embeddings]:
+        """The sequences that sample, what they sample from, the logprobs of prompts, and a call that waits
+        for embeddings."""
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         if self._prefill_graphs is not None:
             replayed = self._prefill_graphs.logits(batch, sampled, self._sampled_last, on_layer, slots)
             if replayed is not None:
-                return sampled, replayed, NO_LOGPROBS
+                return sampled, replayed, NO_LOGPROBS, NO_EMBEDDINGS
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
-        rows = (batch.query_start_loc[1:] - 1)[sampled].tolist()
+        embedded = [i for i, wanted in enumerate(batch.embeds) if wanted]
+        rows = (batch.query_start_loc[1:] - 1)[sampled + embedded].tolist()
         for i in reported:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
@@ -155,7 +158,9 @@ class ModelRunner:
         logits = self._model.logits(hidden[:count]) if sampled else hidden[:0]
         newest = token_ids if batch.only_decodes else token_ids[index[:count]]
         computed = StepLogits.of(logits, newest, metadata.seq_lens, which)
-        return sampled, computed, self._prompt_logprobs(batch, reported, hidden[count:])
+        last, rank = count + len(embedded), self.loaded.rank.number
+        logprobs = prompt_logprobs(batch, reported, hidden[last:], self._model.logits, rank)
+        return sampled, computed, logprobs, _embeddings(embedded, hidden[count:last])
 
     def warm_up(self) -> None:
         """Runs prompts and a decode step, so that the first request pays for no first use; on a GPU then
@@ -254,20 +259,13 @@ class ModelRunner:
 
         return read
 
-    def _prompt_logprobs(
-        self, batch: Batch, reported: Sequence[int], hidden: Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
-        by_row: dict[int, list[TokenLogprobs]] = {}
-        for i in reported:
-            ids, count = batch.next_prompt_ids[i], batch.prompt_logprobs[i] or 0
-            by_row[i] = []
-            for start in range(0, len(ids), LOGPROB_ROWS):
-                next_ids = ids[start : start + LOGPROB_ROWS]
-                logits = self._model.logits(hidden[start : start + len(next_ids)])
-                if self.loaded.rank.number == 0:
-                    by_row[i] += report_logprobs(logits, next_ids, [count] * len(next_ids))
-            hidden = hidden[len(ids) :]
-        return by_row
+
+def _embeddings(rows: Sequence[int], hidden: Tensor) -> Embeddings:
+    """Return a call that waits for the hidden states [len(rows), E], and has them by row."""
+    if not rows:
+        return NO_EMBEDDINGS
+    arrived = bring([hidden.to(torch.float32, copy=True)])
+    return lambda: dict(zip(rows, arrived()[0].numpy(), strict=True))
 
 
 def _nobody(num_layers: int) -> None:

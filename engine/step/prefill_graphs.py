@@ -203,8 +203,8 @@ class PrefillGraphs:
     def _graph_for(self, batch: Batch) -> _Graph | None:
         if batch.block_tables.shape[1] > self._max_blocks:
             return None
-        if any(count is not None for count in batch.prompt_logprobs):
-            return None
+        if any(count is not None for count in batch.prompt_logprobs) or any(batch.embeds):
+            return None  # a graph leaves nothing but logits
         for graph in self._graphs:
             if batch.num_tokens <= graph.num_tokens and batch.num_seqs < graph.num_seqs:
                 return graph

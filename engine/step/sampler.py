@@ -23,10 +23,11 @@ from torch import Tensor
 from ...kernels.gumbel_noise import noise_key
 from ...kernels.interface import HostKernels
 from ...transport.messages.messages import TokenLogprobs
-from .batch import SamplingState
+from .batch import Batch, SamplingState
 
 FIRST_LOOK = 256
 """Most distributions hold their top-p in fewer tokens than this: no need to sort the whole vocabulary."""
+LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,24 @@ def report_logprobs(
     ``asked[row]`` or, without any, of the ``counts[row]`` most likely ones."""
     rows = zip(logits, chosen, counts, asked or [()] * len(counts), strict=True)
     return [_report_row(row.clone(), token, count, ids) for row, token, count, ids in rows]
+
+
+def prompt_logprobs(
+    batch: Batch, reported: Sequence[int], hidden: Tensor, logits_of: Callable[[Tensor], Tensor], rank: int
+) -> dict[int, list[TokenLogprobs]]:
+    """Return the logprobs of ``next_prompt_ids`` of the sequences ``reported``, on rank 0. ``hidden``: states
+    [n, E] of these tokens, one sequence after the other."""
+    by_row: dict[int, list[TokenLogprobs]] = {}
+    for i in reported:
+        ids, count = batch.next_prompt_ids[i], batch.prompt_logprobs[i] or 0
+        by_row[i] = []
+        for start in range(0, len(ids), LOGPROB_ROWS):
+            next_ids = ids[start : start + LOGPROB_ROWS]
+            logits = logits_of(hidden[start : start + len(next_ids)])
+            if rank == 0:
+                by_row[i] += report_logprobs(logits, next_ids, [count] * len(next_ids))
+        hidden = hidden[len(ids) :]
+    return by_row
 
 
 def _report_row(row: Tensor, token: int, count: int, asked: Sequence[int]) -> TokenLogprobs:

@@ -45,6 +45,8 @@ EXAMPLES: list[m.Message] = [
                   adapters=(m.Adapter(name="sql", content="0a1b"),)),
     m.FirstToken(coordinator=1, dispatch=2, index=0, token=None, prompt_logprobs=(LOGPROBS, LOGPROBS),
                  finished="length"),
+    m.FirstToken(coordinator=1, dispatch=2, index=0, token=None, embedding=b"\0\0\x80?" * 3,
+                 finished="length"),
     m.Joined(coordinator=1, dispatch=2, index=0, token=5, logprobs=LOGPROBS),
     STEP,
     m.RequestFailed(coordinator=1, dispatch=2, kind="preempted", message="out of blocks"),

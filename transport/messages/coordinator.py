@@ -19,6 +19,7 @@ from .fields import (
     Dispatch,
     Duration,
     FinishReason,
+    FloatColumn,
     HashColumn,
     Incarnation,
     Message,
@@ -112,7 +113,7 @@ class BlockEvents(Message, frozen=True, kw_only=True):
 class FirstToken(Message, frozen=True, kw_only=True):
     """The last prefill chunk is done. With ``finished`` set there is no handoff and the request is over.
 
-    A request with ``max_tokens`` 0 (echo with logprobs) has no token: ``token`` is None.
+    A request with ``max_tokens`` 0 (echo with logprobs, an embedding) has no token: ``token`` is None.
     """
 
     coordinator: Incarnation
@@ -122,6 +123,9 @@ class FirstToken(Message, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_REQUEST_TOKENS)] | None = None
     """One entry per prompt token but the first."""
+    embedding: FloatColumn = b""
+    """The last token's hidden state behind the last norm, where ``RequestSpec.embeds`` asks for it. A worker
+    of an older release leaves it empty."""
     num_cached_tokens: Count = 0
     queue_s: Duration = 0.0  # waiting on the prefill worker
     prefill_s: Duration = 0.0

@@ -71,6 +71,8 @@ ParcelColumn = Annotated[bytes, _column(4, MAX_PARCEL_POSITIONS)]
 """uint32 positions in a lease."""
 AnswerId = Annotated[bytes, Meta(max_length=ANSWER_ID_BYTES)]
 """Names an answer whose client has an idempotency key (``Resume``); empty: the client has none."""
+FloatColumn = Annotated[bytes, _column(4, MAX_ROWS)]
+"""float32 numbers."""
 AdapterId = Annotated[str, Meta(max_length=64)]
 """Names an adapter by its content, as its block hashes do; empty: none."""
 AnswerColumn = Annotated[bytes, _column(ANSWER_ID_BYTES, MAX_ROWS)]
@@ -171,6 +173,7 @@ class RequestSpec(Message, frozen=True, kw_only=True):
     traceparent: Annotated[str, Meta(max_length=64)] = ""  # of the request's span; empty: it leaves no trace
     answer_id: AnswerId = b""
     adapter: AdapterId = ""  # only a worker that has reported it is sent it
+    embeds: bool = False  # with ``max_tokens`` 0: the hidden state of the last token is wanted
 
     @property
     def num_tokens(self) -> int:

@@ -277,6 +277,16 @@ def test_capturing_ends_in_time_and_where_memory_ends(
     assert "prefill graphs: no memory for more than 0 of 3" in caplog.text
 
 
+def test_a_step_that_embeds_runs_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, counts = make_runner(tmp_path, monkeypatch, 2), list[int]()
+    batch = replace(make_batch([(sequences()[0], 3)], BLOCK_SIZE), sampling=[None], embeds=[True])
+    plain = runner.execute(batch).embeddings[0]
+    runner.capture(replayed(counts))
+    before = counts.copy()
+    assert np.array_equal(runner.execute(batch).embeddings[0], plain)
+    assert counts == before
+
+
 def test_inputs_lie_where_the_kernels_of_launched_steps_can_read_them() -> None:
     token_ids, metadata, rows = PrefillInputs(96, MAX_SEQS, 5, torch.device("cpu")).views(40, 9)
     columns = (token_ids, rows, *(getattr(metadata, name) for name in model_runner.METADATA))
