@@ -111,8 +111,10 @@ def used_by(status: int, body: bytes) -> Used:
     usage = orjson.loads(body)["usage"]
     if "prompt_tokens" in usage:
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
-        return Used(usage["prompt_tokens"], cached, usage["completion_tokens"], reasoning)
+        made = usage.get("completion_tokens_details", {"reasoning_tokens": 0})  # embeddings have none
+        return Used(
+            usage["prompt_tokens"], cached, usage.get("completion_tokens", 0), made["reasoning_tokens"]
+        )
     sent, made, details = usage["input_tokens"], usage["output_tokens"], usage["output_tokens_details"]
     if (cached := usage.get("cache_read_input_tokens")) is not None:  # /v1/messages counts them apart
         return Used(sent + cached, cached, made, details["thinking_tokens"])

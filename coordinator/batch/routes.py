@@ -46,7 +46,9 @@ class BatchRequest(Body):
     """POST /v1/batches."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"
+    ]
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from ..errors import ContextTooLong, InvalidRequest, NotFound, StorageFull, Unavailable, WrongField
 from ..generate.api import GenerationApi
-from ..generate.plan import parse
+from ..generate.plan import parse_generating
 from ..generate.prompts import prompts_of
 from ..http.answers import account_of, json_response, limit_of, page_response
 from ..http.call import Endpoint
@@ -174,7 +174,7 @@ class ResponsesRoutes:
         """Count the prompt's tokens; one more than the model takes where it is longer. Blocks."""
         body = orjson.dumps({name: value for name, value in chat.items() if value is not None})
         try:
-            (prompt,) = prompts_of(parse(CHAT, body), self._model)
+            (prompt,) = prompts_of(parse_generating(CHAT, body), self._model)
         except ContextTooLong:
             return self._model.max_model_len + 1
         return len(prompt.token_ids)

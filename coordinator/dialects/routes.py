@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from ..errors import ApiError, WrongField
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
-from ..generate.plan import parse
+from ..generate.plan import parse_generating
 from ..generate.prompts import prompts_of
 from ..generate.resumption import LAST_ID_HEADER
 from ..http.answers import account_of
@@ -101,7 +101,7 @@ class Dialect:
     async def prompt_ids(self, body: dict[str, Any], endpoint: Endpoint = CHAT) -> Sequence[int]:
         """Return the tokens of the one prompt of a completion's body. Raises InvalidRequest."""
         data, model = orjson.dumps(body), self.generation.model
-        (prompt,) = await model.tokenizer.aside(lambda: prompts_of(parse(endpoint, data), model))
+        (prompt,) = await model.tokenizer.aside(lambda: prompts_of(parse_generating(endpoint, data), model))
         return prompt.token_ids
 
     def _renamed(self, error: ApiError) -> ApiError:

@@ -1,4 +1,4 @@
-"""The two endpoints that generate: from a complete call to its submission.
+"""The endpoints that generate, and the one for embeddings: from a complete call to its submission.
 
     arrived -> parse -> plan -> open an exchange -> admit -> submit
 
@@ -34,8 +34,7 @@ from ..text.served_model import ServedModel
 from .bodies.fields import UnknownFields
 from .costly import CostlyPlanner
 from .exchange import HttpExchange
-from .plan import Planner, RequestPlan, parse
-from .prompts import GenerateRequest
+from .plan import AskedRequest, Planner, RequestPlan, parse
 from .reader.body_reader import BodyReader
 from .request_ids import HEADER, RequestIds, client_id
 from .resumption import IdempotencyKey
@@ -168,7 +167,7 @@ class GenerationApi:
             self._failed(call, error)
             return None
 
-    def _parse(self, call: Call, arrival: float) -> GenerateRequest | None:
+    def _parse(self, call: Call, arrival: float) -> AskedRequest | None:
         """Validate the body. Return None if it is large: then the reader process does it."""
         if call.method != "POST":
             raise MethodNotAllowed(f"{call.endpoint} takes POST, not {call.method}.", "POST")
@@ -183,20 +182,20 @@ class GenerationApi:
             raise no_workers(gap)
         return request
 
-    def _plan(self, call: Call, request: GenerateRequest, arrival: float) -> RequestPlan | None:
+    def _plan(self, call: Call, request: AskedRequest, arrival: float) -> RequestPlan | None:
         """Return None if planning takes long: then a thread does it."""
         if self._planner.is_quick(request):
             return self._planner.plan(request, call.headers, call.account.priority_class)
         self._set_aside(call, request, arrival)
         return None
 
-    def _set_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
+    def _set_aside(self, call: Call, request: AskedRequest | None, arrival: float) -> None:
         """Plan a costly request aside, then submit it. ``request``: None if the body is not parsed."""
         task = asyncio.get_running_loop().create_task(self._prepare_aside(call, request, arrival))
         self.preparing.add(task)
         task.add_done_callback(self.preparing.discard)
 
-    async def _prepare_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
+    async def _prepare_aside(self, call: Call, request: AskedRequest | None, arrival: float) -> None:
         limiter = self._tenancy.limiter
         try:
             plan, admission = await self._costly.plan(call, request)

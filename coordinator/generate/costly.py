@@ -11,8 +11,7 @@ from ..http.call import Call
 from ..lifecycle.request import Dispatcher
 from ..tenants.buckets import Shortage
 from ..tenants.tenancy import Admission, Answer, Limiter, refusal_of
-from .plan import PLAN_HEADERS, Planner, RequestPlan
-from .prompts import GenerateRequest
+from .plan import PLAN_HEADERS, AskedRequest, Planner, RequestPlan
 from .reader.body_reader import BodyReader
 
 
@@ -24,7 +23,7 @@ class CostlyPlanner:
     ) -> None:
         self._planner, self._reader, self._limiter, self._dispatcher = planner, reader, limiter, dispatcher
 
-    async def plan(self, call: Call, request: GenerateRequest | None) -> tuple[RequestPlan, Admission]:
+    async def plan(self, call: Call, request: AskedRequest | None) -> tuple[RequestPlan, Admission]:
         """Return the plan, and the admission of one request of one token so far. Raises ApiError.
 
         ``request``: None if the body is not parsed yet.

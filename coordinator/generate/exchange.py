@@ -80,9 +80,8 @@ class HttpExchange:
         self._service, self._call, self._trace = service, call, trace
         self._dispatcher, self._metrics = service.dispatcher, service.metrics
         self._loop = asyncio.get_running_loop()
-        self._num_open = 0  # choices that have not ended
+        self._num_open = self._num_running = 0  # choices that have not ended; of these, with the dispatcher
         self._finished: set[int] = set()  # choices whose last chunk was written
-        self._num_running = 0  # of these, with the dispatcher
         self._begun = self._closed = False
         self._silence = Silence(arrival)
         self._id_header = (b"x-request-id", (client_id or id).encode())
@@ -133,6 +132,7 @@ class HttpExchange:
             salt=salt_of(account.salt, plan.cache_salt),
             session=plan.session,
             prompt_logprobs=plan.most_prompt_logprobs,
+            embeds=plan.embedding is not None,
             traceparent=self._trace.traceparent if self._trace is not None else "",
         )
         return request if self._key is None else self._key.applied(request, number, plan.seed)

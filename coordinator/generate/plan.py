@@ -23,9 +23,11 @@ from ..text.served_model import ServedModel
 from ..validation import validated
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
+from .bodies.embedding import EmbeddingRequest
 from .bodies.fields import MAX_UNKNOWN
 from .bodies.sampling import OnTimeout, ServiceTier
 from .chat_reading import ChatReading
+from .embedding_prompts import EmbeddingForm, completion_of, form_of
 from .grammar import GrammarCheck, grammar_for, with_rules
 from .prompts import GenerateRequest, Prompt, is_long, num_choices, prompts_of
 from .request_sampling import sampling_of, seed_of
@@ -44,6 +46,8 @@ CLASS_TIERS: dict[PriorityClass, ServiceTier] = {
     "premium": "priority", "standard": "default", "free": "default", "batch": "flex",
 }  # fmt: skip
 """The tier that an answer names."""
+NO_HEAD = "The model {!r} has no head (lm_head), and serves nothing but /v1/embeddings."
+AskedRequest = GenerateRequest | EmbeddingRequest
 _RANKS: dict[PriorityClass, int] = {"premium": 0, "standard": 1, "free": 2, "batch": 3}
 
 
@@ -87,6 +91,7 @@ class RequestPlan(NamedTuple):
     session: str  # requests of one session prefer the same workers
     unknown_fields: Sequence[str]
     adapter: str = ""  # the content that ``model`` stands for, once the request is opened
+    embedding: EmbeddingForm | None = None  # None: tokens are wanted
 
     @property
     def adapter_name(self) -> str:
@@ -105,8 +110,9 @@ class RequestPlan(NamedTuple):
 
     @property
     def num_prompt_bytes(self) -> int:
-        """Return the memory of all prompts together."""
-        return sum([prompt.num_bytes for prompt in self.prompts])
+        """Return the memory of all prompts together, with that of their embeddings."""
+        more = 0 if self.embedding is None else self.embedding.num_bytes * len(self.prompts)
+        return sum([prompt.num_bytes for prompt in self.prompts]) + more
 
     @property
     def max_tokens(self) -> int:
@@ -131,8 +137,15 @@ def _echoed(chat: ChatCompletionRequest) -> str:
     return last.content or "" if chat.echo and last.role == "assistant" else ""
 
 
-def parse(endpoint: Endpoint, body: bytes | bytearray) -> GenerateRequest:
+def parse(endpoint: Endpoint, body: bytes | bytearray) -> AskedRequest:
     """Validate a body. Raises InvalidRequest."""
+    if endpoint == "/v1/embeddings":
+        return validated(EmbeddingRequest, body)
+    return parse_generating(endpoint, body)
+
+
+def parse_generating(endpoint: Endpoint, body: bytes | bytearray) -> GenerateRequest:
+    """Validate the body of an endpoint that generates. Raises InvalidRequest."""
     if endpoint == "/invocations":
         endpoint = _invoked(body)
     is_chat = endpoint == "/v1/chat/completions"
@@ -159,8 +172,10 @@ class Planner:
         self.model, self._limits = model, limits
         self._grammars = GrammarCheck(model.tokenizer, model.vocab_size)
 
-    def is_quick(self, request: GenerateRequest) -> bool:
+    def is_quick(self, request: AskedRequest) -> bool:
         """Whether the event loop may plan and open the request itself, in about 0.1 ms."""
+        if isinstance(request, EmbeddingRequest):
+            request = CompletionRequest.model_construct(prompt=request.input)
         return not is_long(request) and not request.has_grammar and num_choices(request) <= MANY_CHOICES
 
     def _reads(self, chat: ChatCompletionRequest) -> bool:
@@ -168,12 +183,24 @@ class Planner:
         return self.model.chat_style.thinks or bool(chat.offered_tools)
 
     def plan(
-        self, request: GenerateRequest, headers: Mapping[bytes, bytes], own_class: PriorityClass
+        self, request: AskedRequest, headers: Mapping[bytes, bytes], own_class: PriorityClass
     ) -> RequestPlan:
         """Render, tokenize and check a request. ``own_class``: the key's.
 
         Raises InvalidRequest if the request does not fit the model or the server's limits.
         """
+        if isinstance(request, EmbeddingRequest):
+            form = form_of(request, self.model)
+            plan = self._plan_tokens(completion_of(request, self.model), headers, own_class)
+            unknown = [name[:64] for name in request.unknown_fields()[:MAX_UNKNOWN]]
+            return plan._replace(endpoint="/v1/embeddings", embedding=form, unknown_fields=unknown)
+        if self.model.embeddings.alone:
+            raise InvalidRequest(NO_HEAD.format(self.model.name))
+        return self._plan_tokens(request, headers, own_class)
+
+    def _plan_tokens(
+        self, request: GenerateRequest, headers: Mapping[bytes, bytes], own_class: PriorityClass
+    ) -> RequestPlan:
         chat = request if isinstance(request, ChatCompletionRequest) else None
         echo = chat is None and bool(request.echo)
         prompts = prompts_of(request, self.model)

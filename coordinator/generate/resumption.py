@@ -67,11 +67,12 @@ class IdempotencyKey(NamedTuple):
 
     def applied(self, request: Request, number: int, seed: int | None) -> Request:
         """Return the request for the ``number``-th choice with the name of its answer, and with a seed where
-        ``seed``, the client's, is None. An answer with log probabilities is not kept, and has no name."""
+        ``seed``, the client's, is None. Log probabilities and embeddings are not kept: their answers have
+        no name."""
         if seed is None:
             own = int.from_bytes(_digest(8, self.digest, b"%d" % number)) >> 1
             request.sampling = replace(request.sampling, seed=own)
-        if request.sampling.logprobs is None and request.prompt_logprobs is None:
+        if request.sampling.logprobs is None and request.prompt_logprobs is None and not request.embeds:
             asked = [u32(request.prompt_token_ids), _encoded(request.sampling), request.salt]
             asked += [request.adapter.encode()] if request.adapter else []
             request.answer_id = _digest(ANSWER_ID_BYTES, self.digest, b"%d" % number, *asked)

@@ -22,8 +22,8 @@ from .body import check_headers, check_is_json
 from .limits import HttpLimits
 from .overload import Overload
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/invocations"]
-"""/invocations is SageMaker's: its body decides which of the others it is."""
+Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/invocations"]
+"""/invocations is SageMaker's: its body decides which of the first two it is."""
 JSON = (b"content-type", b"application/json")
 
 

@@ -28,6 +28,7 @@ HEALTH = (b"/health", b"/v1/health", b"/ready", b"/ping", b"/metrics")
 ENDPOINTS: Final[dict[bytes, Endpoint]] = {
     b"/v1/completions": "/v1/completions",
     b"/v1/chat/completions": "/v1/chat/completions",
+    b"/v1/embeddings": "/v1/embeddings",
     b"/invocations": "/invocations",
 }
 

@@ -19,6 +19,7 @@ from .state_machine import RequestStateMachine
 from .worker import WorkerRecord
 
 MilestoneMessage = FirstToken | Joined | RequestFailed
+NO_EMBEDDING = "prefill worker {} computes no embeddings: it is of an older release, and is to be upgraded"
 
 
 class Progress:
@@ -65,7 +66,7 @@ class Progress:
         if request is None or worker not in (request.prefill, request.decode):
             return self._machine.cancel_at([worker], [message.dispatch])
         if isinstance(message, FirstToken):
-            return self._first_token(request, message, now)
+            return self._first_token(request, worker, message, now)
         if isinstance(message, Joined):
             _note_cached_tokens(request, message)
             self._machine.joined(request, message.transfer_s, now)
@@ -86,7 +87,9 @@ class Progress:
             return self._machine.give_up_move(request, now)
         return []
 
-    def _first_token(self, request: Request, message: FirstToken, now: float) -> list[Action]:
+    def _first_token(
+        self, request: Request, worker: WorkerRecord, message: FirstToken, now: float
+    ) -> list[Action]:
         _note_cached_tokens(request, message)
         self._machine.prompt_computed(request, message.queue_s, message.prefill_s, now)
         actions: list[Action] = []
@@ -94,6 +97,9 @@ class Progress:
             request.needs_prompt_logprobs = False
             actions.append(PushPromptLogprobs(request, message.prompt_logprobs))
             actions += self._push_held_back(request, now)
+        if request.embeds and not message.embedding:
+            return self._machine.fail(request, "unavailable", NO_EMBEDDING.format(worker.id[0]), now)
+        request.embedding = message.embedding
         if message.token is None:
             actions += self._machine.finish(request, "length", 0.0, now)
         elif message.index == request.num_received:

@@ -45,6 +45,7 @@ class Ended:
     ledger: TimeLedger | None = None  # closed; None: the request was never admitted
     num_prompt_tokens: int = 0
     model: ModelIdentity | None = None  # of the workers of the last attempt; None: there was none
+    embedding: bytes = b""  # float32, where it was asked for
 
     @property
     def stages(self) -> Stages:
@@ -113,6 +114,7 @@ class Request:
     salt: bytes = b""  # of the block hashes: prefix caches are shared only between requests of equal salt
     session: str = ""  # requests of one session prefer the same workers
     prompt_logprobs: int | None = None
+    embeds: bool = False  # its prompt's embedding is wanted, and no token (``max_tokens`` 0)
     tenant: str = ""  # fair shares are counted by tenant
     priority_class: PriorityClass = "standard"
     traceparent: str = ""  # of its span; empty: it leaves no trace
@@ -136,6 +138,7 @@ class Request:
     held_back: list[tuple[int, TokenLogprobs | None]] = field(init=False, default_factory=list)
     """Tokens that came before the prompt's logprobs, which go first."""
     held_back_finish: FinishReason | None = field(init=False, default=None)
+    embedding: bytes = field(init=False, default=b"")  # see ``Ended``
 
     # Its attempts.
     num_attempts: int = field(init=False, default=0)
@@ -233,6 +236,7 @@ class Request:
             traceparent=self.traceparent,
             answer_id=self.answer_id,
             adapter=self.adapter,
+            embeds=self.embeds,
         )
 
 

@@ -274,6 +274,7 @@ class RequestStateMachine:
         ended.num_dispatches, ended.ledger = request.num_attempts, request.ledger
         ended.prefill_worker, ended.decode_worker = request.route
         ended.num_prompt_tokens, ended.model = len(request.prompt_token_ids), request.model
+        ended.embedding = request.embedding
         return End(request, ended)
 
     # --- parts ---------------------------------------------------------------------------------------

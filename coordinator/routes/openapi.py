@@ -14,6 +14,7 @@ from ..dialects.messages_body import CountTokensRequest, MessagesRequest
 from ..dialects.responses_body import CountInputRequest, ResponsesRequest
 from ..generate.bodies.chat import ChatCompletionRequest
 from ..generate.bodies.completion import CompletionRequest
+from ..generate.bodies.embedding import EmbeddingRequest
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest
 from .openapi_answers import BATCH_SCHEMAS, SCHEMAS
 from .openapi_ollama import OLLAMA_BODIES, OLLAMA_SCHEMAS, ollama_paths
@@ -46,6 +47,7 @@ POSTS: dict[str, tuple[type[BaseModel], str, str]] = {  # body, answer, text
         "ChatCompletion",
         "Answer a conversation; with `stream` true as server-sent events: ChatCompletionChunk, then [DONE].",
     ),
+    "/v1/embeddings": (EmbeddingRequest, "Embeddings", "The vectors of one or several texts."),
     "/v1/responses": (
         ResponsesRequest,
         "Response",
@@ -190,7 +192,8 @@ def _invocations() -> dict[str, Any]:
 
 def _post(path: str, kind: type[BaseModel], answer: str, text: str) -> dict[str, Any]:
     generates = path.startswith("/v1/") and "tokenize" not in path
-    good: dict[str, Any] = {**content(answer), **({EVENTS: {}} if generates else {})}
+    streams = generates and path != "/v1/embeddings"
+    good: dict[str, Any] = {**content(answer), **({EVENTS: {}} if streams else {})}
     errors = OF_GENERATION if generates else OF_BODIES
     shape = "MessagesError" if path.startswith("/v1/messages") else "Error"
     return operation(text, good, *errors, body=(JSON, reference(kind.__name__)), error=shape)

@@ -39,6 +39,7 @@ _USAGE = record(
     completion_tokens=COUNT,
     total_tokens=COUNT,
 )
+_TIER = {"enum": sorted(set(CLASS_TIERS.values()))}
 _IDS = {"token_ids": array(COUNT), "prompt_token_ids": array(COUNT)}
 
 _TEXT_LOGPROBS = record(
@@ -96,7 +97,7 @@ def _answer(
         "choices": choices,
         **usage,
     }
-    return record({"service_tier": {"enum": sorted(set(CLASS_TIERS.values()))}, **(more or {})}, **required)
+    return record({"service_tier": _TIER, **(more or {})}, **required)
 
 
 def _whole(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +113,7 @@ def _chunk(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
 
 
 _OBJECT = {"type": "object"}
+_VECTOR = {"anyOf": [array({"type": "number"}, minItems=1), {**STRING, "contentEncoding": "base64"}]}
 _MODEL = record(
     id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=COUNT, root=STRING,
     parent=STRING_OR_NULL,
@@ -124,6 +126,17 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "CompletionChunk": _chunk("text_completion", _TEXT),
     "ChatCompletion": _whole("chat.completion", {"message": _MESSAGE, **_CHAT}),
     "ChatCompletionChunk": _chunk("chat.completion.chunk", {"delta": _DELTA, **_CHAT}),
+    "Embeddings": record(
+        {"service_tier": _TIER},
+        object={"const": "list"},
+        data=array(record(object={"const": "embedding"}, index=COUNT, embedding=_VECTOR), minItems=1),
+        model=STRING,
+        usage=record(
+            {"prompt_tokens_details": record(cached_tokens=COUNT), "splitserve": {"type": "object"}},
+            prompt_tokens=COUNT,
+            total_tokens=COUNT,
+        ),
+    ),
     "Response": record(
         id=STRING,
         object={"const": "response"},

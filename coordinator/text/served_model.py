@@ -15,6 +15,7 @@ from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
 from ..errors import RETRY_AFTER_S, CannotStart, InvalidRequest, NotFound, Unavailable, WrongField
 from ..lifecycle.adapters import AdapterNames
 from .chat_template import ChatTemplate
+from .embeddings import EmbeddingRules
 from .tokenizer import Tokenizer, read_json
 
 MAX_LISTED = 16  # names in an error
@@ -60,6 +61,7 @@ class ServedModel:
     architecture: str = ""
     """The checkpoint's ``model_type``."""
     aliases: tuple[str, ...] = ()
+    embeddings: EmbeddingRules = field(default_factory=EmbeddingRules)
     created: int = field(default_factory=lambda: int(time.time()))
     workers_hold: Callable[[], int] = lambda: 0
     """The longest sequence that every worker holds; 0: not known yet."""
@@ -129,6 +131,7 @@ class ServedModel:
                 ),
                 longest=max_model_len or longest,
                 vocab_size=vocab_size or len(tokenizer.table.pieces),
+                embeddings=EmbeddingRules.load(folder, config, tokenizer),
                 architecture=str(config.get("model_type", "unknown")),
                 defaults=SamplingDefaults.of(generation),
                 eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),

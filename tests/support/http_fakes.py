@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import get_args
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from splitserve.coordinator.lifecycle.request import Ended, Request
@@ -138,6 +139,13 @@ class FakeDispatcher:
             sink.push_prompt_logprobs(
                 [logprobs(i, request.prompt_logprobs) for i in request.prompt_token_ids[1:]]
             )
+        if request.embeds:
+            ended = Ended("length", num_cached_tokens=3, num_dispatches=1, ledger=ledger(request))
+            while self.hold:
+                await asyncio.sleep(0.01)
+            fails = self.fails_after(request)
+            self._end(request, replace(ended, embedding=hidden_state(request)) if fails is None else fails[1])
+            return
         tokens = self.script(request)
         finish = "stop"
         tokens = (
@@ -226,6 +234,12 @@ class FakeDispatcher:
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
+
+
+def hidden_state(request: Request) -> bytes:
+    """Four numbers, which differ between prompts."""
+    ids = request.prompt_token_ids
+    return np.array([sum(ids), len(ids), ids[-1], -1], np.float32).tobytes()
 
 
 def ledger(request: Request) -> TimeLedger:

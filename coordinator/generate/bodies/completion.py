@@ -12,7 +12,7 @@ from .sampling import MAX_CHOICES, SamplingFields
 MAX_PROMPTS = 2048
 
 
-def _prompt(value: Any) -> list[str] | list[list[int]]:
+def prompts(value: Any) -> list[str] | list[list[int]]:
     """A string, token ids, or a list of either: always returned as a list of prompts."""
     if isinstance(value, str):
         value = [value]
@@ -34,21 +34,21 @@ def _prompt(value: Any) -> list[str] | list[list[int]]:
     raise invalid("must not mix strings, token ids and lists, nor hold anything else")
 
 
-def _strings(prompts: list[str]) -> list[str]:
-    if not all(prompts):
+def _strings(texts: list[str]) -> list[str]:
+    if not all(texts):
         raise invalid("must not be empty")
-    return prompts
+    return texts
 
 
-def _id_lists(prompts: list[list[Any]]) -> list[list[int]]:
-    for ids in prompts:
+def _id_lists(lists: list[list[Any]]) -> list[list[int]]:
+    for ids in lists:
         if not ids:
             raise invalid("must not be empty")
         if set(map(type, ids)) != {int}:
             raise invalid("token ids must be integers")
         if min(ids) < 0:
             raise invalid("token ids must not be negative")
-    return prompts
+    return lists
 
 
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -62,7 +62,7 @@ PROMPT = schema(
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(_prompt), PROMPT]
+    prompt: Annotated[Any, BeforeValidator(prompts), PROMPT]
     echo: bool | None = None
     add_special_tokens: bool | None = None
     """Those of the tokenizer before each prompt, usually BOS; by default they are."""

@@ -64,7 +64,7 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
     return {int(key): float(bias) for key, bias in value.items()}
 
 
-def _not_zero(value: int) -> int:
+def not_zero(value: int) -> int:
     if value == 0:
         raise invalid("must be a number of tokens, or -1 for as many as there is room for")
     return value
@@ -116,7 +116,7 @@ class SamplingFields(Body):
     service_tier: ServiceTier | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_not_zero)] | None = (
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(not_zero)] | None = (
         None
     )
     """Number of the prompt's last tokens that are kept; -1: as many as there is room for."""

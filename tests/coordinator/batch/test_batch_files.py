@@ -39,7 +39,9 @@ async def test_files_come_and_go(client: AsyncOpenAI) -> None:
     with pytest.raises(NotFoundError, match="no file"):
         await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     with pytest.raises(BadRequestError, match="endpoint"):
-        await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/moderations", completion_window="24h"
+        )
     ids = [(await client.files.create(file=("in.jsonl", b"x"), purpose="batch")).id for _ in range(5)]
     assert [file.id async for file in client.files.list(limit=2, order="asc")] == ids
 

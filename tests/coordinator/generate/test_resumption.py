@@ -216,7 +216,7 @@ def test_a_key_is_its_tenants_own() -> None:
 
 def name(sampling: SamplingParams) -> bytes:
     asked = SimpleNamespace(
-        adapter="", sampling=sampling, prompt_token_ids=[1], prompt_logprobs=None, salt=b""
+        adapter="", sampling=sampling, prompt_token_ids=[1], prompt_logprobs=None, salt=b"", embeds=False
     )
     return IdempotencyKey(b"k", None).applied(cast(Request, asked), 0, 7).answer_id
 
