@@ -105,11 +105,11 @@ class ChatStream:
     # --- as a listener -----------------------------------------------------------------------------
 
     def started(self, headers: Headers) -> None:
-        self.headers = {name.decode(): value.decode() for name, value in _passed_on(headers)}
+        self.headers = {name.decode(): value.decode() for name, value in passed_on(headers)}
 
     def answered(self, status: int, headers: Headers, body: bytes) -> None:
         """See ``Listener``: it was refused."""
-        self._refusal = Refused(status, orjson.loads(body)["error"], _passed_on(headers))
+        self._refusal = Refused(status, orjson.loads(body)["error"], passed_on(headers))
         self._ready.set()
 
     def streamed(self, data: bytes, *, last: bool) -> None:
@@ -157,7 +157,8 @@ def _checked(chunk: dict[str, Any]) -> dict[str, Any]:
     return chunk
 
 
-def _passed_on(headers: Headers) -> Headers:
+def passed_on(headers: Headers) -> Headers:
+    """Return those that the asker's answer repeats."""
     return [
         (name, value)
         for name, value in headers

@@ -24,6 +24,7 @@ from ..http.body import check_is_own
 from ..http.call import Endpoint
 from .chat_stream import object_of
 from .ollama_body import LATEST, OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
+from .ollama_embed import EmbedRoutes
 from .routes import CHAT, Dialect, Event, Framing
 
 API_VERSION = "0.12.11"
@@ -62,6 +63,7 @@ class OllamaRoutes:
         return [
             Route("/api/chat", self._chat, methods=["POST"]),
             Route("/api/generate", self._generate, methods=["POST"]),
+            *EmbedRoutes(self._dialect).routes(),
             Route("/api/show", self._show, methods=["POST"]),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._loaded),
@@ -128,7 +130,7 @@ class OllamaRoutes:
                 "template": self._model.template_source,
                 "details": self._details(asked.model.removesuffix(LATEST)),
                 "model_info": info,
-                "capabilities": ["completion", "tools", *(["thinking"] if model.chat_style.thinks else [])],
+                "capabilities": self._capabilities(),
                 "modified_at": self._card(model.name)["modified_at"],
             }
         )
@@ -144,6 +146,11 @@ class OllamaRoutes:
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": API_VERSION})
+
+    def _capabilities(self) -> list[str]:
+        rules, thinking = self._model.embeddings, ["thinking"] if self._model.chat_style.thinks else []
+        generates = [] if rules.alone else ["completion", "tools", *thinking]
+        return [*generates, *([] if rules.refusal else ["embedding"])]
 
     def _check_name(self, name: str) -> None:
         self._model.check_name(name.removesuffix(LATEST))

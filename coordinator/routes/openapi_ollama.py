@@ -8,11 +8,14 @@ from pydantic import BaseModel
 
 from ..dialects.ollama import ShowRequest
 from ..dialects.ollama_body import OllamaChatRequest, OllamaGenerateRequest
+from ..dialects.ollama_embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from .openapi_answers import COUNT, STRING, array, record
 from .openapi_parts import JSON, OF_BODIES, OF_GENERATION, content, get, operation, reference
 
 LINES = "application/x-ndjson"
-OLLAMA_BODIES: list[type[BaseModel]] = [OllamaChatRequest, OllamaGenerateRequest, ShowRequest]
+OLLAMA_BODIES: list[type[BaseModel]] = [
+    OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest, ShowRequest,
+]  # fmt: skip
 _HEAD = {"model": STRING, "created_at": STRING, "done": {"type": "boolean"}}
 _ENDS = {
     "done_reason": {"enum": ["stop", "length", "load"]},
@@ -24,12 +27,19 @@ _CALL = record(function=record(name=STRING, arguments={"type": "object"}))
 _MESSAGE = record(
     {"thinking": STRING, "tool_calls": array(_CALL)}, role={"const": "assistant"}, content=STRING
 )
+_VECTOR = array({"type": "number"})
 _DETAILS = record(family=STRING, format=STRING)
 _CARD = record(name=STRING, model=STRING, size=COUNT, digest=STRING, details=_DETAILS)
 OLLAMA_SCHEMAS: dict[str, dict[str, Any]] = {
     "OllamaError": record(error=STRING),
     "OllamaChat": record(_ENDS, **_HEAD, message=_MESSAGE),
     "OllamaText": record({"thinking": STRING, **_ENDS}, **_HEAD, response=STRING),
+    "OllamaVectors": record(
+        dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), COUNT),
+        model=STRING,
+        embeddings=array(_VECTOR),
+    ),
+    "OllamaVector": record(embedding=_VECTOR),
     "OllamaModels": record(models=array(_CARD)),
     "OllamaModel": record(
         {"template": STRING, "parameters": STRING},
@@ -56,6 +66,12 @@ def ollama_paths() -> dict[str, Any]:
             "Answer a prompt as Ollama does: lines of OllamaText, or one with `stream` false.",
             *OF_GENERATION,
             lines=True,
+        ),
+        "/api/embed": _post(
+            OllamaEmbedRequest, "OllamaVectors", "The vectors of one or several texts.", *OF_GENERATION
+        ),
+        "/api/embeddings": _post(
+            OllamaEmbeddingsRequest, "OllamaVector", "The vector of a text.", *OF_GENERATION
         ),
         "/api/show": _post(
             ShowRequest, "OllamaModel", "The model's context, template and abilities.", *OF_BODIES

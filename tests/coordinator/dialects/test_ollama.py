@@ -203,7 +203,7 @@ async def test_the_model_is_listed_and_shown(
     dispatcher.is_ready = False
     assert not (await llama.ps()).models
     shown = await llama.show("tiny")
-    assert (shown.template, shown.capabilities) == (CHAT_TEMPLATE, ["completion", "tools"])
+    assert (shown.template, shown.capabilities) == (CHAT_TEMPLATE, ["completion", "tools", "embedding"])
     assert any(name.endswith(".context_length") for name in shown.modelinfo or ())
     assert "top_k 20" in (shown.parameters or "")
     version = (await http.get("/api/version")).json()["version"]
