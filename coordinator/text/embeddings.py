@@ -49,13 +49,14 @@ class EmbeddingRules:
                     f"it pools by {pooling}, and only the last token's hidden state is built: those of "
                     "cached tokens are not kept"
                 )
-        bare = bool(modules) or str(config.get("architectures")).endswith("Model']")
+        size, named = config.get("hidden_size"), config.get("architectures")
+        is_base = isinstance(named, list) and [str(each).endswith("Model") for each in named] == [True]
         return cls(
-            size=int(config.get("hidden_size", 0)),
+            size=size if isinstance(size, int) else 0,
             normalised=not modules or "Normalize" in kinds,
             end=_end(tokenizer) if tokenizer.config.get("add_eos_token") is True else None,
             refusal=refusal,
-            alone=bare and not config.get("tie_word_embeddings"),
+            alone=(is_base or bool(modules)) and not config.get("tie_word_embeddings"),
         )
 
     def vector(self, state: bytes, dimensions: int | None) -> NDArray[np.float32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,12 @@ def test_a_token_depends_on_seed_and_position_alone_and_ends_nothing() -> None:
     stops = tuple(range(10, 40))
     drawn = {int(runner.execute(batch(state(seed, 4, stops=stops))).token_ids[0]) for seed in range(60)}
     assert not drawn & {*EOS, *stops}
+
+
+def test_an_embedding_has_the_models_size() -> None:
+    runner = PacedRunner(profile(0.0), 50, EOS, random.Random(0), hidden_size=6)
+    found = runner.execute(replace(batch(None, None), embeds=[False, True])).embeddings
+    assert {row: vector.shape for row, vector in found.items()} == {1: (6,)}
 
 
 def test_noise_keeps_the_mean() -> None:

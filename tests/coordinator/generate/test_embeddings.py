@@ -176,6 +176,15 @@ async def test_a_model_without_head_completes_nothing(client: AsyncOpenAI) -> No
         await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}])
 
 
+async def test_their_memory_is_bounded(http: httpx.AsyncClient, server: HttpServer) -> None:
+    """Many short texts have long answers."""
+    server.app.overload.take("prompt_bytes", server.app.overload.limits["prompt_bytes"] - 400)
+    assert (await http.post(PATH, json={"input": [[1]] * 3})).status_code == 200
+    answer = await http.post(PATH, json={"input": [[1]] * 6})
+    assert answer.status_code == 429
+    assert "take as much memory as they may" in answer.json()["error"]["message"]
+
+
 async def test_a_failure_of_one_is_the_answers(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
     dispatcher.fail_after = 0, Ended(error="deadline", message="too late")
     with pytest.raises(openai.APIStatusError) as caught:

@@ -95,10 +95,17 @@ def test_a_file_that_is_none(tmp_path: Path, content: str) -> None:
         ({"architectures": ["Qwen3Model"]}, True),
         ({"architectures": ["Qwen3Model"], "tie_word_embeddings": True}, False),
         ({"architectures": ["Qwen3ForCausalLM"]}, False),
+        ({"architectures": "Qwen3Model"}, False),
+        ({"architectures": ["Qwen3Model", "Qwen3Model"]}, False),
     ],
 )
 def test_a_base_model_serves_embeddings_alone(tmp_path: Path, config: Any, alone: bool) -> None:
     assert rules(tmp_path, **config).alone is alone
+
+
+@pytest.mark.parametrize("size", [None, "4", 4.5])
+def test_a_size_that_is_none_is_not_known(tmp_path: Path, size: Any) -> None:
+    assert rules(tmp_path, hidden_size=size).size == 0
 
 
 def test_numbers_that_are_none_are_an_error() -> None:
