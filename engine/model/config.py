@@ -16,7 +16,7 @@ from .families import FAMILIES
 from .family import Family, TensorNames
 from .family_rules import Scales
 from .full_heads import FullHeads, full_heads
-from .latent_config import LatentConfig, latent_config
+from .latent_config import LatentConfig, latent_config, without_share
 from .mixture_config import MixtureConfig, mixture_config
 from .quantisation import Quantisation, parse_quantisation
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
@@ -195,8 +195,10 @@ def parse_config(
             quantisation, ignored=(*quantisation.ignored, names.router, names.shared_gate or names.router)
         )
 
-    def has(bias: bool | str) -> bool:
-        return bool(config.get(bias, False)) if isinstance(bias, str) else bias
+    def has(bias: bool | str | tuple[str, ...]) -> bool:
+        if isinstance(bias, bool):
+            return bias
+        return any(bool(config.get(key, False)) for key in ((bias,) if isinstance(bias, str) else bias))
 
     interleaved = bool(config.get("rope_interleave", family.interleaved_rope))
     return ModelConfig(
@@ -224,7 +226,7 @@ def parse_config(
         latent=latent,
         mixture=mixture,
         ropes=rope_configs(
-            config,
+            config if latent is None else without_share(config),
             head_dim if latent is None else latent.rotated,
             windows,
             interleaved,
@@ -238,12 +240,17 @@ def parse_config(
         sliding_windows=windows,
         eos_token_ids=_eos_token_ids(config, generation),
         bos_token_id=config.get("bos_token_id"),
-        tensors=family.tensors,
+        tensors=_tensors(config, family),
         quantisation=quantisation,
         side_by_side=interleaved and not family.interleaved_rope,
         full_heads=own,
         further_layers=_further_layers(config, family),
     )
+
+
+def _tensors(config: dict[str, Any], family: Family) -> TensorNames:
+    without = config.get("use_post_norm") is False  # of HyperCLOVA X
+    return replace(family.tensors, attention_out_norm="", mlp_out_norm="") if without else family.tensors
 
 
 def _further_layers(config: dict[str, Any], family: Family) -> int:

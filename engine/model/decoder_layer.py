@@ -65,7 +65,7 @@ class DecoderLayer:
         self._index, self._rank = index, rank
         self._kernels = load.kernels
         self._eps, self._cos_sin = config.residual_eps, cos_sin
-        self._qk_norm, self._qk_eps = config.qk_norm, config.rms_norm_eps
+        self._qk_norm, self._inner_eps = config.qk_norm, config.rms_norm_eps
         self._parallel = config.parallel
         self._sliding_window = config.sliding_windows[index]
         self._sinks = load.sinks(f"{name}.{t.sinks}") if t.sinks else None
@@ -105,6 +105,7 @@ class DecoderLayer:
             self._beside = MixtureBeside(load_mixture(load, name, experts), *norms)
         if experts is not None and self._beside is None:
             self._mlp = load_mixture(load, name, experts)
+            self._mlp_out_norm = norm(t.mixture_out_norm) if t.mixture_out_norm else self._mlp_out_norm
         else:
             size, names = config.intermediate_size, [f"{name}.{of}" for of in (t.gate, t.up) if of]
             gate_up = load.column(names, config.mlp_bias, rank.rows(size, size))
@@ -113,9 +114,11 @@ class DecoderLayer:
 
     @property
     def stands_alone(self) -> bool:
-        """It does what kernels of several layers do not."""
+        """It does what kernels of several layers do not: also norm outputs with another eps than that of the
+        residual, which is divided."""
         own = self._query_factors, self._query_weight, self._value_norm, self._scalar, self._beside
-        return any(part is not None for part in own)
+        out_norms = self._attention_out_norm is not None or self._mlp_out_norm is not None
+        return any(part is not None for part in own) or (out_norms and self._eps != self._inner_eps)
 
     @property
     def parts(self) -> LayerParts:
@@ -142,7 +145,7 @@ class DecoderLayer:
         if self._value_norm is not None:
             values = qkv[:, -num_kv_heads * head_dim :]
             rows = values.reshape(-1, head_dim).contiguous()
-            values.copy_(self._kernels.rms_norm(rows, self._value_norm, self._qk_eps).view_as(values))
+            values.copy_(self._kernels.rms_norm(rows, self._value_norm, self._inner_eps).view_as(values))
         if self._qk_norm != "all":
             rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
         elif self._q_norm is not None and self._k_norm is not None:
@@ -174,10 +177,10 @@ class DecoderLayer:
         """``x``: of this rank's heads. The others may still read it when this returns."""
         rank, width = self._rank, x.shape[1]
         if rank.size == 1:
-            return self._kernels.rms_norm(x, weight, self._qk_eps)
+            return self._kernels.rms_norm(x, weight, self._inner_eps)
         parts = rank.joined(x, rank.size * width).view(len(x), rank.size, width)
         copies = rank.size * width // len(weight)  # ranks with the same heads
-        normed = self._kernels.rms_norm(parts[:, ::copies].flatten(1), weight, self._qk_eps)
+        normed = self._kernels.rms_norm(parts[:, ::copies].flatten(1), weight, self._inner_eps)
         return normed.view(len(x), -1, width)[:, rank.number // copies]
 
     def project_chunks(
@@ -233,7 +236,7 @@ class DecoderLayer:
         return linear(self._add_norm(hidden, residual, weight))
 
     def _out_norm(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
-        return hidden if weight is None else self._kernels.rms_norm(hidden, weight, self._eps)
+        return hidden if weight is None else self._kernels.rms_norm(hidden, weight, self._inner_eps)
 
     def _add_norm(self, hidden: Tensor | None, residual: Tensor, weight: Tensor | None) -> Tensor:
         """Add ``hidden`` to ``residual``; return the residual's norm, or itself where there is none."""

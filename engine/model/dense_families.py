@@ -10,6 +10,8 @@ from .family_rules import (
     gemma_4_scales,
     gemma_scales,
     granite_scales,
+    hyperclovax_scales,
+    no_windows,
     same_window,
     windows_before_last,
     windows_behind_full,
@@ -115,6 +117,10 @@ DENSE: dict[str, Family] = {
             **COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1e4,
         },
     ),
+    "CwmForCausalLM": Family(
+        qkv_bias=False, mlp_bias="mlp_bias", windows=windows_behind_full,
+        defaults={"head_dim": 128, "sliding_window": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    ),
     "Ernie4_5ForCausalLM": Family(
         qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", interleaved_rope=True,
         defaults={"head_dim": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
@@ -152,6 +158,19 @@ DENSE: dict[str, Family] = {
         o_bias="attention_bias", qk_norm="head", norm_after_rope=True,
         tensors=TensorNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    ),
+    "HyperCLOVAXForCausalLM": Family(
+        o_bias="attention_bias", mlp_bias="mlp_bias", scales=hyperclovax_scales,
+        tensors=TensorNames(attention_out_norm="post_norm1", mlp_out_norm="post_norm2"),
+        defaults={"max_position_embeddings": 2048},
+    ),
+    "IQuestCoderForCausalLM": Family(
+        o_bias="attention_bias", mlp_bias="mlp_bias", windows=no_windows,
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
+    ),
+    "InternLM3ForCausalLM": Family(
+        qkv_bias=("qkv_bias", "attention_bias"), o_bias=("bias", "attention_bias"),
+        mlp_bias=("bias", "mlp_bias"), defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
     ),
     "LlamaForCausalLM": Family(o_bias="attention_bias", mlp_bias="mlp_bias"),
     "Ministral3ForCausalLM": Family(

@@ -63,13 +63,17 @@ def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixtur
             torch.cat((by_turns[:, ::2][:, columns], by_turns[:, 1::2][:, columns]), dim=1),
             torch.zeros_like(down) if rank.number else down,
         )
-    correction = None
-    if config.corrected:
-        correction = load.checkpoint.tensor(f"{layer}.{names.correction}").flatten()
-        correction = correction.to(load.device, torch.float32)
+    correction = _correction(load, layer, config) if config.corrected else None
     weights = MixtureWeights(own_shape, router, read, *biases, correction)
     mixture = load.kernels.mixture(weights)
     return mixture if rank.size == 1 else Summed(mixture, rank)
+
+
+def _correction(load: LayerLoader, layer: str, config: MixtureConfig) -> Tensor:
+    names, name = config.names, f"{layer}.{config.names.correction}"
+    if not names.correction or (names.may_lack_correction and not load.checkpoint.has(name)):
+        return torch.zeros(config.shape.num_experts, device=load.device)
+    return load.checkpoint.tensor(name).flatten().to(load.device, torch.float32)
 
 
 def _scaled(
@@ -110,4 +114,10 @@ def _of_all(load: LayerLoader, name: str, i: int, stacked: bool) -> Weight:
     if scheme is None:
         weight = load.checkpoint.tensor(name)[i].to(load.device, load.dtype)
         return weight if stacked else weight.t()
-    return quantised_weight(scheme, lambda of: load.checkpoint.stored(f"{name}_{of}")[i].to(load.device))
+
+    def read(of: str) -> Tensor:
+        """Parts of a weight are named by the tensor of all: ``gate_up_proj``, ``gate_up_proj_scale_inv``."""
+        full = name if of == "weight" else f"{name}_{of.removeprefix('weight_')}"
+        return load.checkpoint.stored(full)[i].to(load.device)
+
+    return quantised_weight(scheme, read)

@@ -31,6 +31,7 @@ class TensorNames:
     attention_out_norm: str = ""
     post_norm: str = "post_attention_layernorm"
     mlp_out_norm: str = ""
+    mixture_out_norm: str = ""  # in place of the one above, in layers with experts
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -44,7 +45,8 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A bias is there always (True), never (False), or where config.json sets the key that is named.
+    """A bias is there always (True), never (False), or where config.json sets the key that is named, or
+    one of those.
 
     qk_norm           RMSNorm of each head, or of all heads of q and all of k together; or LayerNorm of each
                       head with a weight of its own, where config.json sets ``use_qk_norm``
@@ -63,9 +65,9 @@ class Family:
     texts             by the ``model_type`` of that part, where it decides; empty: any is of this family
     """
 
-    qkv_bias: bool | str = "attention_bias"
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
+    qkv_bias: bool | str | tuple[str, ...] = "attention_bias"
+    o_bias: bool | str | tuple[str, ...] = False
+    mlp_bias: bool | str | tuple[str, ...] = False
     qk_norm: Literal["", "head", "all", "each"] = ""
     norm_after_rope: bool = False
     unit_norms: bool = False

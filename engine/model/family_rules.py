@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelConfigError
@@ -17,6 +17,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def full_attention(config: dict[str, Any], num_layers: int) -> Windows:
     """No layer has a window, or those that ``layer_types`` names."""
     return _windows_of(config, num_layers, [FULL] * num_layers)
+
+
+def no_windows(config: dict[str, Any], num_layers: int) -> Windows:
+    """Raises ModelConfigError where there are some."""
+    if config.get("use_sliding_window"):
+        raise ModelConfigError("config.json: windows of this family (use_sliding_window) are not built")
+    return (None,) * num_layers
 
 
 def same_window(config: dict[str, Any], num_layers: int) -> Windows:
@@ -106,6 +113,13 @@ def granite_scales(config: dict[str, Any], head_dim: int) -> Scales:
         residual=float(config.get("residual_multiplier", 1.0)),
         logits=1.0 / float(config.get("logits_scaling", 1.0)),
     )
+
+
+def hyperclovax_scales(config: dict[str, Any], head_dim: int) -> Scales:
+    """Granite's, but the logits are multiplied."""
+    attention, logits = config.get("attention_multiplier"), float(config.get("logits_scaling", 1.0))
+    given = {**config, "attention_multiplier": head_dim**-0.5 if attention is None else attention}
+    return replace(granite_scales(given, head_dim), logits=logits)
 
 
 def cohere_scales(config: dict[str, Any], head_dim: int) -> Scales:

@@ -75,3 +75,15 @@ def latent_config(config: dict[str, Any]) -> LatentConfig:
         value=positive_int(config, "v_head_dim"),
         bias=bool(config.get("attention_bias", False)),
     )
+
+
+def without_share(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json without ``partial_rotary_factor``, which ``rotated`` gives in numbers."""
+    share = "partial_rotary_factor"
+    return {
+        key: {inner: of for inner, of in value.items() if inner != share}
+        if isinstance(value, dict)
+        else value
+        for key, value in config.items()
+        if key != share
+    }

@@ -6,14 +6,38 @@ from dataclasses import replace
 
 from .family import Family, TensorNames
 from .family_rules import deepseek_scales
-from .mixture_families import DEEPSEEK_3
+from .mixture_config import MixtureNames
+from .mixture_families import DEEPSEEK_3, DEEPSEEK_MIXTURE
 
 LATENT: dict[str, Family] = {
+    "AXK1ForCausalLM": replace(
+        DEEPSEEK_3,
+        tensors=replace(
+            DEEPSEEK_3.tensors,
+            mixture_out_norm="post_mlp_layernorm",
+            ignored=(  # dense layers have the norm, and do not use it
+                *DEEPSEEK_3.tensors.ignored, ".post_mlp_layernorm.weight", ".gate.e_score_correction_bias",
+            ),
+        ),
+        mixture=replace(DEEPSEEK_MIXTURE, may_lack_correction=True),
+        defaults={**DEEPSEEK_3.defaults, "first_k_dense_replace": 1},
+    ),
     "Glm4MoeLiteForCausalLM": replace(
         DEEPSEEK_3,
         defaults={
             **DEEPSEEK_3.defaults, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
             "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
+        },
+    ),
+    "Mistral4ForCausalLM": replace(
+        DEEPSEEK_3,
+        mixture=MixtureNames(
+            "mlp.gate", "mlp.experts.gate_up_proj", "", "mlp.experts.down_proj", stacked=True,
+            shared=DEEPSEEK_MIXTURE.shared,
+        ),
+        defaults={
+            "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "softmax", "n_group": 1,
+            "topk_group": 1, "n_shared_experts": 1,
         },
     ),
     "YoutuForCausalLM": Family(

@@ -32,7 +32,8 @@ class MixtureNames:
     no biases (Qwen3-VL). ``stacked``: the same, with outputs before inputs (Granite, Mistral 4), and ``gate``
     and ``down`` are whole names. The shared expert is so, too, where its ``up`` is "".
     ``shared``: gate, up and down of the expert of all tokens; ``shared_gate``: its weight in the sum, or 1.
-    ``correction``: the whole name, where config.json asks for one; a row where it is ``in_a_row``.
+    ``correction``: the whole name, where config.json asks for one; a row where it is ``in_a_row``. Where it
+    is "", or ``may_lack_correction`` and the checkpoint has none, the corrections are 0.
     ``beside``: norms where the dense MLP stands beside the experts (Gemma 4): of its output, of the experts'
     input and of their output. ``router_scale``, ``expert_scale``: whole names of factors of the router's
     input, which has no other weight, and of the experts' weights in the sum.
@@ -46,6 +47,7 @@ class MixtureNames:
     shared_gate: str = ""
     correction: str = ""
     in_a_row: bool = False
+    may_lack_correction: bool = False
     halves: bool = False
     stacked: bool = False
     beside: tuple[str, str, str] | None = None
@@ -96,7 +98,7 @@ class MixtureConfig:
             expected |= _mlp(names.shared, s.shared_size, hidden)
         if s.gates:
             expected[f"{names.shared_gate}.weight"] = (1, hidden)
-        if self.corrected:
+        if self.corrected and names.correction and not names.may_lack_correction:
             expected[names.correction] = (1, s.num_experts) if names.in_a_row else (s.num_experts,)
         if names.beside:
             expected |= {f"{name}.weight": (hidden,) for name in names.beside}
@@ -183,9 +185,9 @@ def usual_terms(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 def _shared_size(config: dict[str, Any], names: MixtureNames) -> int:
     if names.shared_gate:
         return positive_int(config, "shared_expert_intermediate_size")
-    if names.stacked:
+    if names.shared[0] and not names.shared[1]:
         size = config.get("shared_intermediate_size")
-        return positive_int(config, "shared_intermediate_size") if size and names.shared[0] else 0
+        return positive_int(config, "shared_intermediate_size") if size else 0
     count = int(config.get("n_shared_experts") or 0)
     return count * positive_int(config, "moe_intermediate_size") if count and names.shared[0] else 0
 

@@ -118,6 +118,13 @@ MIXTURES: dict[str, Family] = {
             "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0,
         },
     ),
+    "MellumForCausalLM": Family(
+        o_bias="attention_bias", qk_norm="head", mixture=QWEN_MIXTURE,
+        tensors=TensorNames(ignored=(*TensorNames().ignored, "mtp.")),
+        defaults={
+            "head_dim": 128, "sliding_window": 1024, "rope_theta": 5e5, "rope_local_base_freq": 1e4,
+        },
+    ),
     "MiniMaxM2ForCausalLM": Family(
         qkv_bias=False, qk_norm="all",
         mixture=replace(MIXTRAL_MIXTURE, correction="block_sparse_moe.e_score_correction_bias"),

@@ -21,6 +21,7 @@ MXFP4_GROUP = 32
 BESIDE = (
     ".input_scale",
     ".activation_scale",
+    "_activation_scale",
     ".weight_shape",
     ".g_idx",
     ".weight_g_idx",
@@ -55,8 +56,11 @@ class TensorScheme:
     scale: str = "weight_scale"
     kind: str = ""
 
-    def experts(self, name: str, count: int, columns: int, rows: int) -> dict[str, Shape]:
+    def experts(self, name: str, shape: Shape, outputs_first: bool) -> dict[str, Shape]:
         """Names and shapes of a tensor of all experts. Raises ModelConfigError where they do not divide."""
+        if outputs_first and self.float8 and self.whole and self.scale == "weight_scale_inv":
+            return {name: shape, f"{name}_scale_inv": (shape[0], 1, 1)}
+        count, columns, rows = shape
         if self.form != "mxfp4" or columns % self.group_size:
             raise _missing(f"experts of {rows} x {columns} in one tensor ({name}) in the form {self.form!r}")
         groups = columns // self.group_size
@@ -119,19 +123,22 @@ class Quantisation:
         groups = (s.block[1] if s.block else s.group_size for _, s in self.schemes)
         return next((group for group in groups if group % unit), 0)
 
-    def expected(self, tensors: Mapping[str, Shape]) -> dict[str, Shape]:
-        """``tensors`` of a checkpoint that is not quantised, as they are in this one."""
-        return dict(self._expected(tensors))
+    def expected(self, tensors: Mapping[str, Shape], outputs_first: bool = False) -> dict[str, Shape]:
+        """``tensors`` of a checkpoint that is not quantised, as they are in this one. ``outputs_first``: in
+        tensors of all experts."""
+        return dict(self._expected(tensors, outputs_first))
 
-    def _expected(self, tensors: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+    def _expected(self, tensors: Mapping[str, Shape], outputs_first: bool) -> Iterator[tuple[str, Shape]]:
         for name, shape in tensors.items():
             module = name.removesuffix(".weight")
             experts, matrix = len(shape) == 3, len(shape) == 2 and module != name
             scheme = self.of(module) if experts or matrix else None
             if scheme is None:
                 yield name, shape
+            elif experts:
+                yield from scheme.experts(module, shape, outputs_first and module == name).items()
             else:
-                yield from (scheme.experts if experts else scheme.tensors)(module, *shape).items()
+                yield from scheme.tensors(module, *shape).items()
 
     def element_bytes(self, name: str, itemsize: int) -> float:
         """Bytes of an element of this tensor; ``itemsize``: of one that is not quantised."""
@@ -142,7 +149,8 @@ class Quantisation:
             return WORD_BITS // 8
         if kind.endswith(("_blocks", "_scales")):
             return 1
-        return 1 if kind == "weight" and self.of(module) is not None else itemsize
+        weight = module if kind == "weight" else name if kind.endswith("_proj") else ""
+        return 1 if weight and self.of(weight) is not None else itemsize
 
 
 def parse_quantisation(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -> Quantisation | None:

@@ -9,7 +9,9 @@ from .quantisation import BESIDE
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint with its shape."""
     wide = _wide_tensors(config)
-    return wide if config.quantisation is None else config.quantisation.expected(wide)
+    if config.quantisation is None:
+        return wide
+    return config.quantisation.expected(wide, config.mixture is not None and config.mixture.names.stacked)
 
 
 def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -35,6 +37,8 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             projections += mlp
         if c.mixture is not None and c.mixture.layers[index]:
             expected |= c.mixture.expected_tensors(layer)
+            if t.mixture_out_norm:
+                expected[f"{layer}.{t.mixture_out_norm}.weight"] = (c.hidden_size,)
         if t.sinks:
             expected[f"{layer}.{t.sinks}"] = (c.num_heads,)
         if t.scalar:

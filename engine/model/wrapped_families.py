@@ -9,6 +9,7 @@ from typing import Any
 
 from .dense_families import DENSE
 from .family import Family
+from .latent_families import LATENT
 from .mixture_config import MixtureNames
 from .mixture_families import MIXTURES
 
@@ -50,6 +51,9 @@ QWEN_3_EXPERTS = MixtureNames(
 KIMI = _part_of_language_model(MIXTURES["DeepseekV3ForCausalLM"], "mm_projector.")
 MISTRAL = _mistral(DENSE["MistralForCausalLM"])
 WRAPPED: dict[str, Family] = {
+    "Exaone4_5_ForConditionalGeneration": part_of(
+        DENSE["Exaone4ForCausalLM"], "model.language_model", "lm_head", ("model.visual.", "mtp.")
+    ),
     "Gemma4ForConditionalGeneration": part_of(
         DENSE["Gemma4ForCausalLM"],
         "model.language_model",
@@ -59,7 +63,12 @@ WRAPPED: dict[str, Family] = {
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,
     "Mistral3ForConditionalGeneration": replace(
-        MISTRAL, texts={"mistral": MISTRAL, "ministral3": _mistral(DENSE["Ministral3ForCausalLM"])}
+        MISTRAL,
+        texts={
+            "mistral": MISTRAL,
+            "ministral3": _mistral(DENSE["Ministral3ForCausalLM"]),
+            "mistral4": _mistral(LATENT["Mistral4ForCausalLM"]),
+        },
     ),
     "Qwen2_5_VLForConditionalGeneration": part_of(QWEN_2_5, "model", "lm_head", ("visual.",)),
     "Qwen3VLForConditionalGeneration": part_of(QWEN_3, "model.language_model", "lm_head", ("model.visual.",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .dense_families import DENSE
 from .gemma_families import GEMMA_4
 from .latent_and_wrapped_families import LATENT_AND_WRAPPED
+from .llama_like_families import LLAMA_LIKE
 from .mixture_families import MIXTURES, Families
 
 VOCAB_SIZE = 320  # 256 bytes, then special tokens and filling
@@ -21,4 +22,4 @@ SMALL = {
     "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": None,
 }
-FAMILIES: Families = DENSE | GEMMA_4 | MIXTURES | LATENT_AND_WRAPPED
+FAMILIES: Families = DENSE | GEMMA_4 | LLAMA_LIKE | MIXTURES | LATENT_AND_WRAPPED

@@ -7,12 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    AXK1Config,
+    AXK1ForCausalLM,
+    Exaone4_5_Config,
+    Exaone4_5_ForConditionalGeneration,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -24,7 +30,7 @@ from transformers import (
     YoutuForCausalLM,
 )
 
-from .dense_families import MINISTRAL_ROPE
+from .dense_families import LLAMA3_ROPE, MINISTRAL_ROPE
 from .mixture_families import DEEPSEEK_ROPE, LATENT, Families
 
 PIXTRAL = {
@@ -54,6 +60,11 @@ KIMI_IMAGES = {
     "pos_emb_height": 4,
     "pos_emb_width": 4,
 }
+MISTRAL_4 = {
+    **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    "q_lora_rank": 40,
+    "rope_parameters": {**MINISTRAL_ROPE, "mscale": 0.7, "mscale_all_dim": 1.2},
+}
 
 
 def in_parts(
@@ -70,6 +81,11 @@ def in_parts(
 
 
 WRAPPED: Families = {
+    "exaone4_5": (
+        Exaone4_5_ForConditionalGeneration,
+        in_parts(Exaone4_5_Config, {**QWEN_IMAGES, "num_key_value_heads": 1}, "exaone4"),
+        {"head_dim": 24, "sliding_window": 24, "sliding_window_pattern": 2, "rope_parameters": LLAMA3_ROPE},
+    ),
     "kimi_k25": (
         Kimi_K25ForConditionalGeneration,
         in_parts(Kimi_K25Config, KIMI_IMAGES, "deepseek_v3"),
@@ -91,6 +107,11 @@ WRAPPED: Families = {
         Mistral3ForConditionalGeneration,
         in_parts(Mistral3Config, PIXTRAL, "ministral3"),
         {"head_dim": 24, "rope_parameters": MINISTRAL_ROPE},
+    ),
+    "mistral3_mistral4": (
+        Mistral3ForConditionalGeneration,
+        in_parts(Mistral3Config, PIXTRAL, "mistral4"),
+        MISTRAL_4,
     ),
     "qwen2_5_vl": (
         Qwen2_5_VLForConditionalGeneration,
@@ -125,6 +146,11 @@ WRAPPED["qwen3_vl_moe"] = (
     },
 )
 LATENT_AND_WRAPPED: Families = WRAPPED | {
+    "axk1": (
+        AXK1ForCausalLM,
+        AXK1Config,
+        {**LATENT, "q_lora_rank": 40, "n_group": 2, "topk_group": 1, "rope_parameters": DEEPSEEK_ROPE},
+    ),
     "glm4_moe_lite": (
         Glm4MoeLiteForCausalLM,
         Glm4MoeLiteConfig,
@@ -134,6 +160,19 @@ LATENT_AND_WRAPPED: Families = WRAPPED | {
             "routed_scaling_factor": 1.8,
             "n_shared_experts": 1,
             "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "mistral4": (
+        Mistral4ForCausalLM,
+        Mistral4Config,
+        {
+            **MISTRAL_4,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
         },
     ),
     "youtu": (

@@ -26,6 +26,8 @@ from transformers import (
     GraniteMoeSharedForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MixtralConfig,
@@ -160,6 +162,29 @@ MIXTURES: Families = {
             "num_shared_experts": 2,
             "router_scaling_factor": 1.3,
             "head_dim": 24,
+        },
+    ),
+    "mellum": (
+        MellumForCausalLM,
+        MellumConfig,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "head_dim": 24,
+            "attention_bias": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+            },
         },
     ),
     "minimax_m2": (

@@ -95,7 +95,7 @@ def _make_decisive(model: PreTrainedModel, seed: int) -> None:
         for name, tensor in model.named_parameters():
             if any(part in name for part in ("vision", "visual", "projector")):
                 continue
-            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "scale")):
+            if name.endswith(("scale", *(f"norm{of}.weight" for of in ("", "1", "2", "_1", "_2")))):
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
             elif name.endswith("sinks"):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))

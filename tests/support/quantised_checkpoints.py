@@ -157,6 +157,36 @@ def rewrite_experts_in_mxfp4(folder: Path, model: PreTrainedModel) -> PreTrained
     return model
 
 
+def rewrite_in_float8(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """As ``rewrite``, of a model with all experts in one tensor, as Mistral 4 is published: a scale for each
+    matrix, and for each expert's; and scales of inputs, which are not used."""
+
+    def by_matrix(weight: Tensor) -> Written:
+        scale = (weight.abs().max() / 448).bfloat16().float()
+        return float8(weight, scale, "weight_scale_inv", scale.bfloat16())
+
+    left_out = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    config = {
+        "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None,
+        "modules_to_not_convert": left_out,
+    }  # fmt: skip
+    rewrite(folder, model, config, by_matrix)
+    tensors = load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            continue
+        written, wide = zip(*map(by_matrix, parameter.data.float()), strict=True)
+        parameter.data = torch.stack(wide)
+        assert name in tensors
+        tensors |= {
+            name: torch.stack([own["weight"] for own in written]),
+            f"{name}_scale_inv": torch.stack([own["weight_scale_inv"] for own in written])[:, None, None],
+            f"{name}_activation_scale": torch.full((len(wide),), 0.5, dtype=torch.bfloat16),
+        }
+    _save(folder, tensors, config)
+    return model
+
+
 def float8(weight: Tensor, scales: Tensor, name: str, stored: Tensor) -> Written:
     """``scales``: as large as the weight; ``stored``: as the file has them."""
     codes = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -92,7 +92,14 @@ def place(runner: ModelRunner, folder: Path) -> ResidentAdapters:
 def test_every_family(family: str, tmp_path: Path) -> None:
     """Alone, and split among ranks: by exact mode's way of splitting, too."""
     model = make_checkpoint(tmp_path / "model", family)
-    changed = ("deepseek", "ernie4_5_moe", "exaone_moe", "glm4_moe", "kimi")  # peft would change experts
+    changed = (
+        "deepseek",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "glm4_moe",
+        "kimi",
+        "mellum",
+    )  # peft would change experts
     layers = ATTENTION if family.startswith(changed) else DENSE
     contents, expected = with_adapters(model, tmp_path, target_modules=layers)
     assert len({tuple(answer) for answer in expected}) == 4

@@ -3,6 +3,7 @@ predict further tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import FAMILIES, SMALL
 from support.models import make_checkpoint
-from support.quantised_models import assert_same_function, make_runner
+from support.quantised_checkpoints import rewrite_in_float8
+from support.quantised_models import PROMPT_LEN, answer, assert_same_function, make_runner, random_tokens
 
 from splitserve.engine.errors import ModelConfigError, WeightsError
 from splitserve.engine.model.config import parse_config
@@ -50,6 +52,34 @@ FURTHER = [
     ("exaone_moe", "mtp.layers.0.self_attn.q_proj.weight", {}),
     ("ernie4_5_moe", "model.mtp_block.0.mlp.up_proj.weight", {}),
 ]
+
+
+def test_a_x_k1_has_no_corrections_and_a_norm_that_dense_layers_do_not_use(tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, "axk1")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name, buffer in reference.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+            del tensors[name]
+    tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.full((64,), 7.0)
+    save_file(tensors, file)
+    check_model_folder(tmp_path)
+    assert_same_function(make_runner(tmp_path), reference)
+    del tensors["model.layers.1.post_mlp_layernorm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(WeightsError, match=r"1 missing: model\.layers\.1\.post_mlp_layernorm\.weight"):
+        check_model_folder(tmp_path)
+
+
+def test_mistral_4_in_float8(tmp_path: Path, tried: Callable[[str, str, str], None]) -> None:
+    tried("mistral4", "checkpoint", "FP8 by matrix")
+    reference = rewrite_in_float8(tmp_path, make_checkpoint(tmp_path, "mistral4"))
+    check_model_folder(tmp_path)
+    whole, split = make_runner(tmp_path), make_runner(tmp_path, tensor_parallel_size=2)
+    assert_same_function(whole, reference)
+    prompt = random_tokens(PROMPT_LEN, seed=4)
+    assert answer(split, prompt, 17, seed=5) == answer(whole, prompt, 17, seed=5)
 
 
 def test_glm_4_6() -> None:

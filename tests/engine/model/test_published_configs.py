@@ -119,8 +119,8 @@ def test_mistral_small_3_has_a_head_of_its_own_whatever_is_left_out() -> None:
 
 
 def test_other_text_models_in_mistrals_part_are_refused() -> None:
-    with pytest.raises(ModelConfigError, match="text model of type 'mistral4' is not supported"):
-        parsed("Mistral3ForConditionalGeneration", text_config={**SIZES, "model_type": "mistral4"})
+    with pytest.raises(ModelConfigError, match="text model of type 'mistral5' is not supported"):
+        parsed("Mistral3ForConditionalGeneration", text_config={**SIZES, "model_type": "mistral5"})
 
 
 def test_qwen_2_5_vl_has_the_text_models_values_beside_the_others() -> None:

@@ -1,0 +1,147 @@
+"""config.json as published, continued: families of 2025 and 2026."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine.model.test_published_configs import LATENT, MINISTRAL_ROPE, SIZES, parsed
+
+from splitserve.engine.errors import ModelConfigError
+from splitserve.engine.model.tensors import expected_tensors, ignored_tensors
+
+MISTRAL_4 = {
+    **SIZES,
+    **LATENT,
+    "model_type": "mistral4",
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "rope_interleave": True,
+    "rope_parameters": {**MINISTRAL_ROPE, "partial_rotary_factor": 0.5},
+}
+FLOAT8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+
+
+def mistral_4(**quantisation: Any) -> dict[str, Any]:
+    left_out = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    return {
+        "model_type": "mistral3",
+        "text_config": MISTRAL_4,
+        "vision_config": {"model_type": "pixtral"},
+        "tie_word_embeddings": False,
+        "quantization_config": {**FLOAT8, "modules_to_not_convert": left_out, **quantisation},
+    }
+
+
+def test_mistral_small_4_in_float8() -> None:
+    config = parsed("Mistral3ForConditionalGeneration", **mistral_4())
+    assert config.latent is not None
+    assert config.mixture is not None
+    assert config.latent.cached == 320
+    assert config.mixture.layers == (True,) * 4
+    assert (config.ropes[0].rotary_dim, config.ropes[0].query_beta) == (64, 0.1), "all of the rotated part"
+    shape = config.mixture.shape
+    assert (shape.sigmoid, shape.num_chosen, shape.shared_size) == (False, 4, 2048)
+    expected, layer = expected_tensors(config), "language_model.model.layers.0"
+    assert expected[f"{layer}.mlp.experts.gate_up_proj"] == (128, 4096, 4096)
+    assert expected[f"{layer}.mlp.experts.down_proj_scale_inv"] == (128, 1, 1)
+    assert expected[f"{layer}.self_attn.kv_b_proj.weight_scale_inv"] == ()
+    assert f"{layer}.mlp.experts.gate_up_proj_activation_scale".endswith(ignored_tensors(config))
+    assert config.quantisation is not None
+    sizes = [config.quantisation.element_bytes(name, 2) for name in expected if ".experts." in name]
+    assert sizes == [1, 2, 1, 2] * 4, "numbers and scales of gate_up and of down"
+
+
+@pytest.mark.parametrize(
+    "architecture_and_fields",
+    [
+        ("Mistral3ForConditionalGeneration", mistral_4(weight_block_size=[128, 128])),
+        (
+            "GraniteMoeForCausalLM",
+            {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, "quantization_config": FLOAT8},
+        ),
+    ],
+)
+def test_other_quantised_experts_in_one_tensor_are_refused(
+    architecture_and_fields: tuple[str, dict[str, Any]],
+) -> None:
+    architecture, fields = architecture_and_fields
+    config = parsed(architecture, **fields)
+    with pytest.raises(ModelConfigError, match=r"experts of .* in one tensor .* is not supported"):
+        expected_tensors(config)
+
+
+def test_internlm_3_names_biases_in_its_own_way() -> None:
+    values = {
+        **SIZES,
+        "head_dim": 128,
+        "rope_theta": 5e7,
+        "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"},
+    }
+    config = parsed("InternLM3ForCausalLM", **values, qkv_bias=False, bias=True)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (False, True, True)
+    config = parsed("InternLM3ForCausalLM", **values, qkv_bias=True, bias=False)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, False, False)
+    assert (config.ropes[0].type, config.max_model_len) == ("dynamic", SIZES["max_position_embeddings"])
+
+
+def test_iquest_coder_with_windows_is_refused() -> None:
+    inert = {"clip_qkv": None, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 0}
+    config = parsed("IQuestCoderForCausalLM", **SIZES, **inert)
+    assert config.sliding_windows == (None,) * 4
+    with pytest.raises(ModelConfigError, match="windows of this family"):
+        parsed("IQuestCoderForCausalLM", **SIZES, use_sliding_window=True, sliding_window=4096)
+    with pytest.raises(ModelConfigError, match="clip_qkv"):
+        parsed("IQuestCoderForCausalLM", **SIZES, clip_qkv=8.0)
+
+
+def test_exaone_4_5_by_its_first_name_of_the_text_model() -> None:
+    text = {**SIZES, "model_type": "exaone4_5_text", "sliding_window": 4096, "sliding_window_pattern": 4}
+    config = parsed("Exaone4_5_ForConditionalGeneration", text_config=text, vision_config={})
+    assert config.sliding_windows == (4096, 4096, 4096, None)
+    assert "model.language_model.layers.0.self_attn.q_norm.weight" in expected_tensors(config)
+    for ignored in ("model.visual.blocks.0.attn.qkv.weight", "mtp.layers.0.mlp.up_proj.weight"):
+        assert ignored.startswith(ignored_tensors(config))
+
+
+def test_hyperclova_x_multiplies_logits() -> None:
+    values = {**SIZES, "head_dim": 128, "embedding_multiplier": 10.0, "logits_scaling": 0.125}
+    config = parsed("HyperCLOVAXForCausalLM", **values, attention_multiplier=0.0078125)
+    assert (config.scales.logits, config.scales.attention) == (0.125, 0.0078125)
+    assert "model.layers.0.post_norm2.weight" in expected_tensors(config)
+    assert parsed("HyperCLOVAXForCausalLM", **values).scales.attention == 128**-0.5
+    without = parsed("HyperCLOVAXForCausalLM", **values, use_post_norm=False)
+    assert "model.layers.0.post_norm1.weight" not in expected_tensors(without)
+
+
+def test_mellum_2_by_layer() -> None:
+    config = parsed(
+        "MellumForCausalLM",
+        **SIZES,
+        head_dim=128,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=896,
+        num_nextn_predict_layers=1,
+        sliding_window=1024,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    assert config.sliding_windows == (1024, 1024, 1024, None)
+    assert [rope.theta for rope in config.ropes] == [1e4, 1e4, 1e4, 5e5]
+    assert "model.layers.3.mlp.experts.63.down_proj.weight" in expected_tensors(config)
+    assert "mtp.layers.0.input_layernorm.weight".startswith(ignored_tensors(config))
