@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
 from .config_values import check_kinds, positive_int
-from .families import FAMILIES
+from .families import FAMILIES, architecture_of
 from .family import Family, TensorNames
 from .family_rules import Scales
 from .full_heads import FullHeads, full_heads
@@ -21,15 +19,6 @@ from .mixture_config import MixtureConfig, mixture_config
 from .quantisation import Quantisation, parse_quantisation
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
 
-MISSING_PARTS = {
-    "linear_num_value_heads": "layers of linear attention",
-    "mamba_d_state": "layers of recurrent state",
-    "state_size": "layers of recurrent state",
-    "is_encoder_decoder": "encoders",
-    "vision_config": "images",
-    "audio_config": "sounds",
-}
-"""By the key of config.json that asks for them."""
 MODELOPT = "hf_quant_config.json"
 SENTENCE_TRANSFORMERS = "modules.json"
 """Its checkpoints are of the model without its head."""
@@ -147,7 +136,7 @@ def parse_config(
     config: dict[str, Any], generation: dict[str, Any], modelopt: dict[str, Any] | None = None
 ) -> ModelConfig:
     """``modelopt``: its hf_quant_config.json."""
-    architecture = _architecture(config)
+    architecture = architecture_of(config)
     check_kinds(config)
     family = FAMILIES[architecture].of(config)
     config = family.config(config)
@@ -257,32 +246,6 @@ def _further_layers(config: dict[str, Any], family: Family) -> int:
     """Most checkpoints of DeepSeek's layout have one, whatever their config.json names."""
     keys = [key for key in ("num_nextn_predict_layers", "num_mtp_modules") if config.get(key)]
     return positive_int(config, keys[0]) if keys else int(family.latent)
-
-
-def _architecture(config: dict[str, Any]) -> str:
-    """Return the family's. A base model (``Qwen3Model``) is of the same family as the one with a head."""
-    architectures = config.get("architectures") or []
-    if isinstance(architectures, list):
-        architectures = [re.sub("^(.+)Model$", _with_head, str(each)) for each in architectures]
-    if (
-        not isinstance(architectures, list)
-        or len(architectures) != 1
-        or str(architectures[0]) not in FAMILIES
-    ):
-        found = ", ".join(map(str, architectures)) if isinstance(architectures, list) else ""
-        missing = dict.fromkeys(part for key, part in MISSING_PARTS.items() if config.get(key))
-        nearest = get_close_matches(found, FAMILIES, n=1, cutoff=0.0)
-        raise ModelConfigError(
-            f"config.json: architecture {found or 'none'} is not supported"
-            + (f": {' and '.join(missing)} are not built" if missing else "")
-            + (f"; nearest is {nearest[0]}" if found else "")
-            + f" (supported: {', '.join(FAMILIES)})"
-        )
-    return str(architectures[0])
-
-
-def _with_head(base: re.Match[str]) -> str:
-    return head if (head := f"{base[1]}ForCausalLM") in FAMILIES else base[0]
 
 
 def _activation(config: dict[str, Any]) -> Activation:

@@ -211,7 +211,8 @@ class DecoderLayer:
         if self._beside is not None:
             mixture, mlp_norm, input_norm, out_norm = self._beside
             experts = mixture(k.rms_norm(residual, input_norm, self._eps))
-            hidden = k.rms_norm(hidden, mlp_norm, self._eps).add_(k.rms_norm(experts, out_norm, self._eps))
+            hidden = k.rms_norm(hidden, mlp_norm, self._inner_eps)
+            hidden += k.rms_norm(experts, out_norm, self._inner_eps)
         hidden = self._out_norm(hidden, self._mlp_out_norm)
         if self._scalar is None:
             return hidden

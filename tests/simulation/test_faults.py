@@ -1,7 +1,7 @@
 """Whatever the adversary does: every request ends once, no token is lost, doubled or wrong, no block leaks,
 nobody waits for ever.
 
-The seeds are the same in each run, so that a commit is judged by what it changes. ``python -m simulation``
+The seeds are the same in each run: what fails is what a commit has changed. ``python -m simulation``
 searches with fresh ones. ``SPLITSERVE_SIMULATION_SEED`` is the first. A failure names the command that
 replays it.
 """
