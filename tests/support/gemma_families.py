@@ -17,6 +17,7 @@ DENSE = {  # layers of full attention have fewer and larger heads, and use half 
     "attention_k_eq_v": True,
     "sliding_window": 24,
     "final_logit_softcapping": 60.0,
+    "tie_word_embeddings": False,  # tied, the last token is the likeliest next one
     "hidden_size_per_layer_input": 0,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "rope_parameters": {
