@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..chat_output.argument_types import kinds_of, resolved
@@ -53,7 +53,7 @@ def parameter_rules(
     """
     rules, found = _Rules(form, schema, term, lenient), resolved(schema, schema)
     schema = found if isinstance(found, dict) else {}
-    _check_held(schema, {*JOINS, "patternProperties"}, lenient)
+    check_held(schema, {*JOINS, "patternProperties"}, lenient)
     properties = schema.get("properties")
     named = isinstance(properties, dict) and not any(word in schema for word in JOINS)
     required = schema.get("required") or ()
@@ -61,20 +61,13 @@ def parameter_rules(
         [(key, inner, key in required) for key, inner in properties.items()] if named and properties else []
     )
     is_open = not named or any(schema.get(word) for word in OPENS)
-    name, separator = f"args_{tool}", ", " if form.body == "python" else ""
-    between = f"{json.dumps(separator)} " if separator else ""
     for i, (key, inner, _) in enumerate(items):
         yield from rules.parameter(f"p_{tool}_{i}", key, inner)
     if is_open:
         yield from rules.any_parameter(f"any_{tool}")
-    for begun in ("", "_more") if separator else ("",):  # _more: a parameter stands before
-        for i, (_, _, must) in enumerate(items):
-            before, rest = between if begun else "", f"{name}_{i + 1}"
-            skipped, after = "" if must else f" | {rest}{begun}", "_more" if separator else ""
-            yield f"{name}_{i}{begun}: {before}p_{tool}_{i} {rest}{after}{skipped}"
-        first = f"any_{tool} ({between}any_{tool})*" if not begun else f"({between}any_{tool})+"
-        yield f"{name}_{len(items)}{begun}: " + (f'"" | {first}' if is_open else '""')
-    yield f"{name}: {name}_0"
+    separator = ", " if form.body == "python" else ""
+    ordered = [(f"p_{tool}_{i}", must) for i, (_, _, must) in enumerate(items)]
+    yield from in_order(f"args_{tool}", ordered, separator, f"any_{tool}" if is_open else "")
 
 
 class _Rules:
@@ -143,41 +136,67 @@ class _Rules:
         inner = schema if isinstance(schema, dict) else {}
         return f"%json {guided({**around, **inner}, lenient=self._lenient)}"
 
-    def _texts(self, schema: Any, odd: set[str] = NOT_OF_TEXT) -> str:
-        """Return a terminal of the texts that the schema allows. ``odd``: keywords that it cannot hold."""
-        schema = resolved(schema, self._schema)
-        if not isinstance(schema, dict):
-            return ANY_TEXT
-        form = FORMATS.get(str(schema.get("format")))
-        _check_held(schema, odd - {"format"} if form else odd, self._lenient)
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(values, list):
-            return f"/({'|'.join(escaped(value) for value in values if isinstance(value, str))})/"
-        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-        held = [f"/(?s:.{{{low},{high}}})/" if low or high != "" else ANY_TEXT]
-        if isinstance(pattern := schema.get("pattern"), str) and not (self._lenient and is_odd(pattern)):
-            held.append(_whole(pattern))
-        if form:
-            held.append(f"/{form}/")
-        options = schema.get("anyOf", schema.get("oneOf"))
-        if options and isinstance(options, list) and not odd & UNIONS:
-            held.append(f"({' | '.join(self._texts(one, NOT_OF_TEXT | UNIONS) for one in options)})")
-        return " & ".join(held)
+    def _texts(self, schema: Any) -> str:
+        return texts_of(schema, self._schema, lenient=self._lenient)
 
     def _text_rule(self, name: str, texts: str) -> str:
-        """Return the rule of a text that ends at the closing mark: lazily, or where the mark is a token."""
-        if (mark := MARK.search(self._after)) and not self._term(mark[0]).startswith('"'):
-            rest = self._terms(self._after[mark.end() :])
-            space = "\\n" if mark.start() else ""
-            text = f"{name.upper()}: ({texts}) /{space}/"
-            return f"{name}: {name.upper()} {self._term(mark[0])} {rest}\n{text}"
-        return f"{name}[suffix={json.dumps(self._after)}]: {texts}"
+        return text_rule(name, texts, self._after, self._term)
 
     def _terms(self, text: str) -> str:
         return terms(text, self._term)
 
 
-def _check_held(schema: dict[str, Any], odd: set[str], lenient: bool) -> None:
+def texts_of(schema: Any, root: Any, *, lenient: bool, odd: set[str] = NOT_OF_TEXT) -> str:
+    """Return a terminal of the texts that the schema within ``root`` allows. ``odd``: keywords that it cannot
+    hold."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict):
+        return ANY_TEXT
+    form = FORMATS.get(str(schema.get("format")))
+    check_held(schema, odd - {"format"} if form else odd, lenient)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return f"/({'|'.join(escaped(value) for value in values if isinstance(value, str))})/"
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    held = [f"/(?s:.{{{low},{high}}})/" if low or high != "" else ANY_TEXT]
+    if isinstance(pattern := schema.get("pattern"), str) and not (lenient and is_odd(pattern)):
+        held.append(_whole(pattern))
+    if form:
+        held.append(f"/{form}/")
+    options = schema.get("anyOf", schema.get("oneOf"))
+    if options and isinstance(options, list) and not odd & UNIONS:
+        inner = (texts_of(one, root, lenient=lenient, odd=NOT_OF_TEXT | UNIONS) for one in options)
+        held.append(f"({' | '.join(inner)})")
+    return " & ".join(held)
+
+
+def text_rule(name: str, texts: str, after: str, term: Term) -> str:
+    """Return the rule of a text that ends at the mark in ``after``: lazily, or where the mark is a token."""
+    if (mark := MARK.search(after)) and not term(mark[0]).startswith('"'):
+        rest = terms(after[mark.end() :], term)
+        space = "\\n" if mark.start() else ""
+        text = f"{name.upper()}: ({texts}) /{space}/"
+        return f"{name}: {name.upper()} {term(mark[0])} {rest}\n{text}"
+    return f"{name}[suffix={json.dumps(after)}]: {texts}"
+
+
+def in_order(
+    name: str, items: Sequence[tuple[str, bool]], separator: str = "", more: str = ""
+) -> Iterator[str]:
+    """Yield the rules of ``name``: each of ``items``, rules and whether they must come, in their order, and
+    then any number of ``more``."""
+    between = f"{json.dumps(separator)} " if separator else ""
+    for begun in ("", "_more") if separator else ("",):  # _more: an item stands before
+        for i, (item, must) in enumerate(items):
+            before, rest = between if begun else "", f"{name}_{i + 1}"
+            skipped, after = "" if must else f" | {rest}{begun}", "_more" if separator else ""
+            yield f"{name}_{i}{begun}: {before}{item} {rest}{after}{skipped}"
+        first = f"{more} ({between}{more})*" if not begun else f"({between}{more})+"
+        yield f"{name}_{len(items)}{begun}: " + (f'"" | {first}' if more else '""')
+    yield f"{name}: {name}_0"
+
+
+def check_held(schema: dict[str, Any], odd: set[str], lenient: bool) -> None:
     if not lenient and (found := schema.keys() & odd):
         raise WrongField(
             "tools", f"this model's calls cannot hold a strict schema to `{min(found)}`; leave it out"
