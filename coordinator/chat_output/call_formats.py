@@ -1,9 +1,9 @@
 """How families of models write tool calls: one entry a family, which its parser reads and its grammar forces.
 
 A call is ``opens`` + ``call`` + ``closes``. In ``call`` stand ``$name``, and either ``$arguments``, a JSON
-object, or ``$parameters``: ``parameter`` with its ``$key`` and ``$value``, once for each, and in ``$string``
-whether the value is text or JSON. ``$index`` is the
-number of the call in the chat; ``$call_id`` is an id behind its mark, where the tokenizer has that mark.
+object (or, with ``quote``, one like it), or ``$parameters``: ``parameter`` with its ``$key`` and ``$value``,
+once for each, and in ``$string`` whether the value is text or JSON. ``$index`` is the number of the call in
+the chat; ``$call_id`` is an id behind its mark, where the tokenizer has that mark.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Literal
 
 ToolStyle = Literal[
     "hermes", "llama3", "pythonic", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31",
-    "deepseek_v32", "granite", "phi4", "kimi_k2", "minimax_m2", "seed_oss", "gpt_oss",
+    "deepseek_v32", "granite", "phi4", "kimi_k2", "minimax_m2", "seed_oss", "gpt_oss", "gemma4",
 ]  # fmt: skip
-MARK = re.compile(r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_:]+>|\[[A-Z_]+\]")
+MARK = re.compile(r"<[|｜][^<>\s]+?[|｜]>|<\|[a-z_]+>|<[a-z_]+\|>|</?[a-z_:]+>|\[[A-Z_]+\]")
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
 
 
@@ -33,6 +33,7 @@ class CallFormat:
     parameter: str = ""
     listed: bool = False  # ``opens`` and ``closes`` stand around one list, in brackets, of all calls
     also: tuple[str, ...] = ()  # other marks that open a call, which are read and never forced
+    quote: str = ""  # the mark around texts within ``$arguments``, whose keys stand bare; without it: JSON
 
     @property
     def body(self) -> Literal["object", "named", "parameters", "python"]:
@@ -56,7 +57,7 @@ class CallFormat:
     @property
     def text(self) -> str:
         """All that is written around names and arguments."""
-        return " ".join((*self.section, *self.openers, self.call, self.closes, self.parameter))
+        return " ".join((*self.section, *self.openers, self.call, self.closes, self.parameter, self.quote))
 
 
 OBJECT = '{"name": $name, "arguments": $arguments}'
@@ -127,6 +128,7 @@ FORMATS: dict[ToolStyle, CallFormat] = {
     "gpt_oss": CallFormat(
         "$name <|constrain|>json<|message|>$arguments", "<|channel|>commentary to=functions."
     ),
+    "gemma4": CallFormat("call:$name$arguments", "<|tool_call>", "<tool_call|>", between="", quote='<|"|>'),
 }
 MISTRAL_LIST = CallFormat(OBJECT, "[TOOL_CALLS]", between=", ", listed=True)
 """What Mistral's models write whose tokenizer has no ``[ARGS]``."""

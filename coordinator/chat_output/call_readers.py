@@ -9,6 +9,7 @@ from collections.abc import Collection
 from .argument_types import arguments_of_python
 from .call_formats import CALL_ID, CallFormat
 from .call_scanner import SPACE, CallScanner
+from .gemma_arguments import GemmaArguments
 
 MAX_HEADER_CHARS = 300
 NAME = r"(?P<name>[\w.-]+?)"
@@ -56,21 +57,23 @@ class NamedReader(BaseReader):
 
     def __init__(self, form: CallFormat) -> None:
         super().__init__()
-        self._opens, self._closes = form.opens, form.closes
+        self._opens, self._closes, self._quote = form.opens, form.closes, form.quote
         self._header = _header_pattern(form.call.partition("$arguments")[0])
         self._has_id = "$index" in form.call
         self._text = ""  # before the arguments
-        self._scanner: CallScanner | None = None
+        self._scanner: CallScanner | GemmaArguments | None = None
 
     def feed(self, char: str) -> None:
         self._raw.append(char)
         if self._scanner is not None:
             self._scanner.feed(char)
             self.over, self.broken = self._scanner.over, self._scanner.broken
+            self.num_unread = self._scanner.num_unread
         elif char == "{":
             self._named(self._text)
             if not self.broken:
-                self._scanner = CallScanner.of_arguments(self.name or "")
+                named = CallScanner.of_arguments(self.name or "")
+                self._scanner = GemmaArguments(self._quote) if self._quote else named
                 self._scanner.feed(char)
         else:
             self._in_header(char)

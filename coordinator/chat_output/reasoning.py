@@ -20,7 +20,7 @@ class ThoughtMarks(NamedTuple):
     around: tuple[str, ...] = ()
 
 
-ThoughtStyle = Literal["granite33", "think", "seed_oss", "mistral", "granite", "gpt_oss"]
+ThoughtStyle = Literal["granite33", "think", "seed_oss", "mistral", "granite", "gpt_oss", "gemma4"]
 THOUGHTS: dict[ThoughtStyle, ThoughtMarks] = {
     "granite33": ThoughtMarks("<think>", "</think>", around=("<response>", "</response>")),
     "think": ThoughtMarks("<think>", "</think>"),
@@ -28,6 +28,7 @@ THOUGHTS: dict[ThoughtStyle, ThoughtMarks] = {
     "mistral": ThoughtMarks("[THINK]", "[/THINK]"),
     "granite": ThoughtMarks("Here is my thought process:", "Here is my response:"),
     "gpt_oss": ThoughtMarks("<|channel|>analysis", "<|end|>", repeated=True),
+    "gemma4": ThoughtMarks("<|channel>thought", "<channel|>"),
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .call_formats import FORMATS, MISTRAL_LIST, CallFormat, ToolStyle
+from .call_formats import FORMATS, MARK, MISTRAL_LIST, CallFormat, ToolStyle
 from .call_parser import CallParser
 from .events import OutputParser
 from .harmony import HARMONY_MARKS, HarmonyParser
@@ -16,6 +16,7 @@ ToolParserOption = Literal["auto", ToolStyle]
 ReasoningOption = Literal["auto", "none", ThoughtStyle]
 CALL_SIGNS: tuple[tuple[ToolStyle, tuple[str, ...]], ...] = (
     ("gpt_oss", ("<|channel|>",)),
+    ("gemma4", ("<|tool_call>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("deepseek_v32", ("｜DSML｜",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
@@ -81,7 +82,8 @@ class ChatStyle:
         if self.thoughts == "gpt_oss":
             return HARMONY_MARKS
         thought = self.thought_marks
-        thoughts = () if thought is None else (thought.opens, thought.closes, *thought.around)
+        texts = () if thought is None else (thought.opens, thought.closes, *thought.around)
+        thoughts = (found[0] if (found := MARK.match(text)) else text for text in texts)
         return (*(FORMATS[self.tools].marks if tools else ()), *thoughts)
 
     def has_only(self, found: Collection[str], *, tools: bool) -> bool:

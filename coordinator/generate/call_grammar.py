@@ -14,6 +14,7 @@ from ..chat_output.call_formats import CALL_ID, CallFormat
 from ..chat_output.harmony import CHANNEL, MESSAGE, NEXT_MESSAGE
 from ..chat_output.reasoning import ThoughtMarks
 from .bodies.tools import Tool, parameters_of
+from .gemma_grammar import gemma_rules
 from .json_schemas import guided
 from .parameter_grammar import Term, escaped, parameter_rules, quoted, terms
 
@@ -144,9 +145,12 @@ def _arguments(
     """``args_0``, ``args_1``, ... ``at_will``: those of a tool that is not strict are free."""
     for i, tool in enumerate(tools):
         free = at_will and not tool.function.strict
-        if "$parameters" in form.call:
-            schema = ANY_OBJECT if free else tool.function.parameters or {"properties": {}}
-            yield "\n".join(parameter_rules(form, i, schema, term, lenient=not tool.function.strict))
+        schema = ANY_OBJECT if free else tool.function.parameters or {"properties": {}}
+        lenient = not tool.function.strict
+        if form.quote:
+            yield "\n".join(gemma_rules(form.quote, i, schema, term, lenient=lenient))
+        elif "$parameters" in form.call:
+            yield "\n".join(parameter_rules(form, i, schema, term, lenient=lenient))
         else:
             yield f"args_{i}: %json {guided(ANY_OBJECT) if free else parameters_of(tool)}"
 

@@ -110,6 +110,23 @@ def _gpt_oss(calls: Sequence[Call]) -> str:
     )
 
 
+def _gemma4(calls: Sequence[Call]) -> str:
+    return "".join(f"<|tool_call>call:{name}{_bare(arguments)}<tool_call|>" for name, arguments in calls)
+
+
+def _bare(value: Any) -> str:
+    """A value as Gemma 4 writes it."""
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return f"{{{','.join(f'{key}:{_bare(each)}' for key, each in value.items())}}}"
+        case list():
+            return f"[{','.join(map(_bare, value))}]"
+        case _:
+            return json.dumps(value)
+
+
 WRITERS: dict[ToolStyle, Callable[[Sequence[Call]], str]] = {
     "hermes": _hermes,
     "llama3": lambda calls: "; ".join(_objects(calls, "parameters")),
@@ -126,6 +143,7 @@ WRITERS: dict[ToolStyle, Callable[[Sequence[Call]], str]] = {
     "minimax_m2": _minimax_m2,
     "seed_oss": _seed_oss,
     "gpt_oss": _gpt_oss,
+    "gemma4": _gemma4,
 }
 
 

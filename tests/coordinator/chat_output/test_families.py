@@ -39,7 +39,8 @@ FULL: dict[str, Any] = {
     "zip": "01234",
 }
 MARKED = {
-    "title": "<tool_call></tool_call> [TOOL_CALLS][ARGS]{} <｜tool▁call▁end｜> <function=x> <arg_key>",
+    "title": "<tool_call></tool_call> [TOOL_CALLS][ARGS]{} <｜tool▁call▁end｜> <function=x> <arg_key>"
+    ' <|tool_call>call:now{}<tool_call|> <|" ',
     "days": -1,
 }
 CALLS: list[Call] = [("note", FULL), ("now", {}), ("note", MARKED)]
@@ -102,13 +103,14 @@ PIECES = [
     "[ARGS]", "<|start|>", "assistant", "<|channel|>", "analysis", "commentary to=functions.note",
     "final", "<|message|>", "<|end|>", "<|call|>", '{"title": "x"}',
     '{"name": "note", "arguments": {"days": 1}}', "note(days=1)", "<think>", "</think>", "5",
+    "<|tool_call>call:note{", '<|"|>', "title:", "<tool_call|>", "<|channel>thought\n", "<channel|>",
 ]  # fmt: skip
 
 
 @settings(max_examples=400, deadline=None)
 @given(
     style=st.sampled_from(STYLES),
-    thoughts=st.sampled_from([None, "think"]),
+    thoughts=st.sampled_from([None, "think", "gemma4"]),
     parts=st.lists(st.sampled_from(PIECES), max_size=14),
     data=st.data(),
 )
@@ -150,6 +152,9 @@ MALFORMED: list[tuple[ToolStyle, str]] = [
         "kimi_k2",
         "<|tool_calls_section_begin|><|tool_call_begin|>a b<|tool_call_end|><|tool_calls_section_end|>",
     ),
+    ("gemma4", "<|tool_call>call:no name{}<tool_call|> so"),
+    ("gemma4", "<|tool_call>[{<tool_call|>"),
+    ("gemma4", "<|tool_call>"),
 ]
 
 
@@ -167,6 +172,7 @@ def test_what_is_no_call_is_content(style: ToolStyle, text: str) -> None:
         *((style, "think", "<think>\nHm, {é}?\n</think>\n\n") for style in STYLES if style != "gpt_oss"),
         ("mistral", "mistral", "[THINK]Hm, {é}?\n[/THINK]"),
         ("granite", "granite", "Here is my thought process:\nHm, {é}?\n\nHere is my response:\n"),
+        ("gemma4", "gemma4", "<|channel>thought\nHm, {é}?\n<channel|>"),
         ("gpt_oss", "gpt_oss", "<|channel|>analysis<|message|>Hm, {é}?\n<|end|><|start|>assistant"),
     ],
 )
@@ -209,6 +215,10 @@ LEFT_OUT: list[tuple[ToolStyle, str]] = [
     ("pythonic", "<|python_start|>[note(days=3)]"),
     ("pythonic", "[note(days=3, )]"),
     ("mistral", '[TOOL_CALLS] [{"name": "note", "arguments": {"days": 3}}]'),
+    ("gemma4", "<|tool_call>note{ days : 3 , }"),
+    ("gemma4", '<|tool_call>call:note{"days": 3}<tool_call|>'),
+    ("gemma4", '<|tool_call>call:note{<|"|>days<|"|>:3}<tool_call|>'),
+    ("gemma4", '<|tool_call>{"name": "note", "arguments": {"days": 3}}<tool_call|>'),
 ]
 
 
@@ -252,6 +262,7 @@ TEMPLATES: list[tuple[str, ChatStyle]] = [
     ("{{ '<minimax:tool_call>' }}<invoke name={{ '</think>' }}", ChatStyle("minimax_m2", "think")),
     ("<seed:tool_call>\n<function=x> <seed:think></seed:think>", ChatStyle("seed_oss", "seed_oss")),
     ("<|start|>{{ role }}<|channel|>final<|message|>", ChatStyle("gpt_oss", "gpt_oss")),
+    ("{{ '<|tool_call>call:' + name }}{{ '<|channel>thought\n<channel|>' }}", ChatStyle("gemma4", "gemma4")),
     ("", ChatStyle("hermes")),
 ]
 

@@ -31,7 +31,7 @@ THOUGHT = "Hm, 🥊?"
 
 def style_of(tools: ToolStyle) -> ChatStyle:
     """The family, thinking in its own way."""
-    thoughts: Any = {"gpt_oss": "gpt_oss", "mistral": "mistral"}.get(tools, "think")
+    thoughts: Any = {s: s for s in ("gpt_oss", "mistral", "gemma4")}.get(tools, "think")
     return ChatStyle(tools, thoughts)
 
 
@@ -83,7 +83,8 @@ async def test_thoughts_and_calls_over_http(
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(
-    "tools", ["hermes", "glm45", "deepseek_v3", "deepseek_v31", "granite", "phi4", "kimi_k2", "gpt_oss"]
+    "tools",
+    ["hermes", "glm45", "deepseek_v3", "deepseek_v31", "granite", "phi4", "kimi_k2", "gpt_oss", "gemma4"],
 )
 async def test_marks_that_are_tokens_are_text_where_the_model_spells_them_out(
     answering: Answering, model: ServedModel, tools: ToolStyle, plain: bool

@@ -51,7 +51,7 @@ BOUND: dict[str, Any] = {
     "additionalProperties": False,
 }
 PLAIN_TEXT: tuple[ToolStyle, ...] = (
-    *("qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "seed_oss", "pythonic"),
+    *("qwen3_coder", "glm45", "deepseek_v32", "gemma4", "minimax_m2", "seed_oss", "pythonic"),
 )
 """Write strings without JSON's quotes."""
 FORCED: Any = [
@@ -147,7 +147,7 @@ class Formatted(BaseModel):
     host: Annotated[str, Field(json_schema_extra={"format": "hostname"}, pattern=r"^[A-Za-z0-9]")]
 
 
-@pytest.mark.parametrize("style", PLAIN_TEXT[:3])  # pythonic calls hold JSON's strings
+@pytest.mark.parametrize("style", PLAIN_TEXT[:4])  # pythonic calls hold JSON's strings
 def test_text_without_quotes_is_held_to_formats(model: ServedModel, style: ToolStyle) -> None:
     schema = {**Formatted.model_json_schema(), "additionalProperties": False}
     for arguments in arguments_drawn(model, style, schema, special=True):

@@ -167,6 +167,7 @@ def test_marks_may_be_tokens_that_are_not_special(model: ServedModel) -> None:
         ("deepseek_v32", "<｜DSML｜invoke"),
         ("minimax_m2", "<minimax:tool_call>"),
         ("seed_oss", "<seed:tool_call>"),
+        ("gemma4", "<|tool_call>"),
     ],
 )
 def test_a_mark_that_opens_a_call_cannot_be_spelled_out(
