@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import secrets
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -63,8 +65,9 @@ class KVBucket:
         return self._url
 
     def open(self, folder: str) -> None:
-        """Write, look for and remove an object, as is done later."""
-        name = f"{folder}/opened"
+        """Write, look for and remove an object, as is done later. It has a name of its own: of workers that
+        start together one would find it removed by another, or be refused for writing it again too soon."""
+        name = f"{folder}/opened-{secrets.token_hex(8)}"
         requests: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
             "write": lambda: self._put(name, b""),
             "read and list": lambda: self._get(f"{folder}/none", 0),
@@ -144,7 +147,8 @@ class KVBucket:
         await self._store.put_async(name, blob, use_multipart=False)
 
     async def _remove(self, name: str) -> None:
-        await self._store.delete_async(name)
+        with suppress(FileNotFoundError):  # another worker has removed it, or this is a second try
+            await self._store.delete_async(name)
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

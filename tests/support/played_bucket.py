@@ -81,9 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "PUT":
             objects[path] = body
             return 201, b"", {}
-        if self.command == "DELETE":
-            objects.pop(path, None)
-            return 204, b"", {}
+        if self.command == "DELETE":  # S3 answers 204 also if there is none
+            return (204 if objects.pop(path, None) is not None else 404), b"", {}
         return (200, objects[path], {}) if path in objects else (404 if self.bucket.lists else 403, b"", {})
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer

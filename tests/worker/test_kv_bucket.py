@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,22 @@ def test_many_blocks_are_read_and_written_at_a_time(bucket: PlayedBucket, rig: R
         store.report(reader)
     assert [found for _, found in reader.found] == [[block] for block in rig.written[:16]], "in their order"
     assert bucket.most_open == KVBucket.num_readers
+
+
+@pytest.mark.parametrize("url", ["gs://blocks/kv", "az://blocks/kv", URL])
+def test_workers_that_start_at_a_time_do_not_disturb_each_other(bucket: PlayedBucket, url: str) -> None:
+    """Google refuses to remove an object that another worker has removed, and to write one twice a second."""
+    bucket.delay_s = 0.1
+    buckets = [KVBucket(url) for _ in range(4)]
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        for opened in [pool.submit(each.open, "kv-1") for each in buckets]:
+            opened.result()
+    written = [asked for asked in bucket.asked if asked.startswith("PUT")]
+    assert len(set(written)) == len(buckets)
+    assert bucket.objects == {}
+    for each in buckets:
+        each.remove("kv-1/none")
+        each.close()
 
 
 @pytest.fixture
