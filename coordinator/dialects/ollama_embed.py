@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from base64 import b64decode
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import numpy as np
 import orjson
 from pydantic import Field
 from starlette.requests import Request
@@ -67,11 +70,11 @@ class EmbedRoutes:
         if asked.truncate is not False:
             body["truncate_prompt_tokens"] = -1
         found, headers = await self._ask(request, asked.model, body)
-        usage = found["usage"]
+        vectors, usage = await asyncio.to_thread(_vectors, found)
         times = {name: seconds for name, seconds in usage["splitserve"].items() if name.endswith("_s")}
         answer = {
             "model": asked.model,
-            "embeddings": [each["embedding"] for each in found["data"]],
+            "embeddings": vectors,
             "total_duration": round(sum(times.values()) * 1e9),
             "load_duration": 0,  # the model is loaded before it is served
             "prompt_eval_count": usage["prompt_tokens"],
@@ -82,18 +85,31 @@ class EmbedRoutes:
         asked = await self._dialect.read(request, OllamaEmbeddingsRequest)
         body = {"input": asked.prompt, "truncate_prompt_tokens": -1}
         found, headers = await self._ask(request, asked.model, body)
-        answer = {"embedding": found["data"][0]["embedding"]}
+        answer = {"embedding": _vectors(found)[0][0]}
         return Response(orjson.dumps(answer), 200, headers, "application/json")
 
-    async def _ask(self, request: Request, model: str, body: dict[str, Any]) -> tuple[Any, Mapping[str, str]]:
+    async def _ask(
+        self, request: Request, model: str, body: dict[str, Any]
+    ) -> tuple[bytes, Mapping[str, str]]:
         """Return the answer of /v1/embeddings, and the headers that ours repeats. Raises Refused or
         ClientGone."""
         given = dict(request.scope["headers"])
         kept = {name: given[name] for name in ASKED_WITH if name in given}
-        data = orjson.dumps({**body, "model": model.removesuffix(LATEST)})
+        body |= {"model": model.removesuffix(LATEST), "encoding_format": "base64"}
+        data = orjson.dumps(body)
         asking = self._asking.ask(ENDPOINT, data, account_of(request), kept)
         answer = await while_connected(request, asking)
         headers = passed_on(answer.headers)
         if answer.status != 200:
             raise Refused(answer.status, orjson.loads(answer.body)["error"], headers)
-        return orjson.loads(answer.body), {name.decode(): value.decode() for name, value in headers}
+        return answer.body, {name.decode(): value.decode() for name, value in headers}
+
+
+def _vectors(body: bytes) -> tuple[list[orjson.Fragment], dict[str, Any]]:
+    """Return the vectors of an answer of /v1/embeddings as JSON, and its usage. Blocks, mostly between two
+    vectors: 2,048 of 4,096 numbers take 1 s; as Python's numbers they took 2.5 s at a stretch, and 500 MB."""
+    found = orjson.loads(body)
+    vectors = [np.frombuffer(b64decode(each["embedding"]), "<f4") for each in found["data"]]
+    return [
+        orjson.Fragment(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY)) for vector in vectors
+    ], found["usage"]

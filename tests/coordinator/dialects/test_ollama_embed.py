@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import ollama
 import pytest
 from support.http_fakes import MAX_MODEL_LEN, FakeDispatcher, hidden_state
 
+from splitserve.coordinator.dialects import ollama_embed
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
@@ -41,6 +43,25 @@ async def test_embed(llama: ollama.AsyncClient, dispatcher: FakeDispatcher, inpu
     assert answer.prompt_eval_count == sum(len(r.prompt_token_ids) for r in dispatcher.requests)
     assert answer.total_duration is not None
     assert answer.total_duration > 0
+
+
+async def test_a_long_answer_is_made_beside_the_event_loop(
+    llama: ollama.AsyncClient, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,048 vectors took 2.5 s in which no stream had a token."""
+    made: list[tuple[bool, bytes]] = []
+
+    def noted(body: bytes) -> Any:
+        made.append((threading.current_thread() is threading.main_thread(), body))
+        return vectors_of(body)
+
+    vectors_of = ollama_embed._vectors
+    monkeypatch.setattr(ollama_embed, "_vectors", noted)
+    answer = await llama.embed(model="tiny", input=[f"fox {i}" for i in range(2048)])
+    assert answer.embeddings == vectors(dispatcher)
+    ((on_the_loop, body),) = made
+    assert not on_the_loop
+    assert b'"embedding":"' in body, "no numbers of Python's are made"
 
 
 async def test_dimensions(llama: ollama.AsyncClient, dispatcher: FakeDispatcher) -> None:
