@@ -1,5 +1,5 @@
 """Bounds on what all clients together may hold of the coordinator: connections, bodies, WebSocket messages,
-bytes to be tokenized, prompts.
+bytes to be tokenized, prompts, and answers that their clients have not read yet.
 
 A connection is idle (between requests), sending (a request or message has begun and is not whole) or at work.
 Where a bound is met, idle connections give way to new ones, then those that have been sending longest; what
@@ -24,8 +24,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from ...transport.process.host import allow_many_files
 from ..errors import ApiError, Unavailable
 
-Resource = Literal["connections", "body_bytes", "websocket_bytes", "tokenizer_bytes", "prompt_bytes"]
-Action = Literal["idle_closed", "sending_ended", "refused"]
+Resource = Literal[
+    "connections", "body_bytes", "websocket_bytes", "tokenizer_bytes", "prompt_bytes", "answer_bytes"
+]
+Action = Literal["idle_closed", "sending_ended", "reading_ended", "refused"]
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 ACTIONS: tuple[Action, ...] = get_args(Action)
 RESERVED = 16
@@ -49,6 +51,7 @@ WHAT: dict[Resource, str] = {
     "websocket_bytes": f"bytes of WebSocket messages are held, the most there may be ({BOUND})",
     "tokenizer_bytes": f"bytes of large requests are being read, the most there may be (half of {BOUND})",
     "prompt_bytes": f"bytes of prompts wait or run, the most there may be (4 times {BOUND})",
+    "answer_bytes": f"bytes of answers wait to be read, the most there may be (4 times {BOUND})",
 }
 _log = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class OverloadLimits:
     """Or as many as the process may open files, if that is fewer."""
     max_held_bytes: int = MIN_HELD_BYTES
     """Bound of bodies, and of WebSocket messages; half of it for bodies that are tokenized, 4 times for
-    prompts."""
+    prompts, and for answers."""
 
 
 class Connection(Protocol):
@@ -83,11 +86,13 @@ class Overload:
             "websocket_bytes": held,
             "tokenizer_bytes": held // 2,
             "prompt_bytes": 4 * held,
+            "answer_bytes": 4 * held,
         }
         self.used: Counter[Resource] = Counter()
         self.actions: Counter[tuple[Resource, Action]] = Counter()
         self._idle: dict[Connection, None] = {}  # longest first
         self._sending: dict[Connection, None] = {}
+        self._unread: dict[Connection, int] = {}  # bytes; longest first
         self._logged: set[Resource] = set()
         self._is_shedding = False
 
@@ -105,6 +110,7 @@ class Overload:
     def closed(self, connection: Connection) -> None:
         self._idle.pop(connection, None)
         self._sending.pop(connection, None)
+        self.read(connection)
         self.used["connections"] -= 1
         self._calm("connections")
 
@@ -122,6 +128,23 @@ class Overload:
         """What it sent is whole."""
         self._idle.pop(connection, None)
         self._sending.pop(connection, None)
+
+    def unread(self, connection: Connection, count: int) -> None:
+        """Count the answers that wait for this client, until ``read``. Above the bound those that have waited
+        longest are dropped, with their connections; never the only one."""
+        self.read(connection)
+        self._unread[connection] = count
+        self.used["answer_bytes"] += count
+        while self.used["answer_bytes"] > self.limits["answer_bytes"] and len(self._unread) > 1:
+            slowest = next(iter(self._unread))
+            self.read(slowest)
+            self._count("answer_bytes", "reading_ended")
+            slowest.shed(None)
+
+    def read(self, connection: Connection) -> None:
+        """Its client has read what waited."""
+        self.used["answer_bytes"] -= self._unread.pop(connection, 0)
+        self._calm("answer_bytes")
 
     # --- bytes -----------------------------------------------------------------------------------
 

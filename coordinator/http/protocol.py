@@ -166,6 +166,8 @@ class HttpProtocol(UpgradingProtocol):
             cycle.end_of_body()
 
     def on_response_complete(self) -> None:
+        if self.flow.write_paused:
+            self.overload.unread(self, self.transport.get_write_buffer_size())
         super().on_response_complete()
         if self._is_crowded:
             self.transport.close()
@@ -239,6 +241,7 @@ class HttpProtocol(UpgradingProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self.overload.read(self)
         if self._answering is not None:
             self._answering.writable()
 

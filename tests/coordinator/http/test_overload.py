@@ -9,11 +9,14 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from socket import SO_SNDBUF, SOL_SOCKET
 from time import monotonic
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from support import http_fakes
 from support.http_fakes import FakeDispatcher
 from websockets.asyncio import client
 from websockets.exceptions import ConnectionClosed
@@ -31,6 +34,7 @@ HEAD = (
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 MOST = 32
 HELD = 1 << 20
+ENDED: Any = ("answer_bytes", "reading_ended")
 Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 connect = partial(
     client.connect, proxy=None, open_timeout=60, close_timeout=60, ping_timeout=60, max_size=None
@@ -152,6 +156,27 @@ async def test_a_body_is_not_held_while_its_answer_is_streamed(
     reader, _ = await opened(HEAD % len(body) + body)
     await reader.readuntil(b"data: ")
     assert server.app.overload.used["body_bytes"] == 0
+
+
+async def test_answers_that_are_not_read_are_bounded_in_sum(
+    server: HttpServer, opened: Callable[[bytes], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of a hundred bytes has an answer of a megabyte; those that wait longest are given up."""
+    monkeypatch.setattr(http_fakes, "hidden_state", lambda _: np.arange(1, 4097, dtype="<f4").tobytes())
+    server._socket.setsockopt(SOL_SOCKET, SO_SNDBUF, 4096)
+    body = json.dumps({"input": [[7]] * 20}).encode()
+    head = HEAD.replace(b"/v1/completions", b"/v1/embeddings") % len(body)
+    readers, overload = [], server.app.overload
+    for number in range(1, 9):
+        readers.append((await opened(head + body))[0])
+        await soon(lambda done=number: len(overload._unread) + overload.actions[ENDED] == done)
+    assert 0 < overload.used["answer_bytes"] <= overload.limits["answer_bytes"]
+    assert overload.actions[ENDED] > 0
+    assert len(await readers[0].read()) < HELD // 2, "it is cut off"
+    head = await readers[-1].readuntil(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+    assert len(json.loads(await readers[-1].readexactly(length))["data"]) == 20
+    await soon(lambda: len(overload._unread) + overload.actions[ENDED] == 7)
 
 
 async def test_unfinished_messages_are_bounded_in_sum(server: HttpServer) -> None:
