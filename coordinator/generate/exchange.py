@@ -67,12 +67,11 @@ class HttpExchange:
         self.id, self.plan = id, plan
         shown = f"{id.partition('-')[0]}-{client_id}" if client_id else id
         self.form = format_of(plan, shown, service.model)
-        self.itl = service.metrics.itl
-        self.tokenizer = service.model.tokenizer
+        self.itl, self.tokenizer = service.metrics.itl, service.model.tokenizer
         self.choices: list[Choice] = []
         self._key, self._resumable = key, resumable_stream(key, plan, self, call.write)
         self.write: Callable[[bytes], None] = self._resumable.write if self._resumable else call.write
-        self.deadline = arrival + plan.timeout_s
+        self.deadline, self._silence = arrival + plan.timeout_s, Silence(arrival)
         self.more_headers: Headers = []
         self.admission: Admission | None = None
         self.account = Accounting(id, plan, call, arrival, self.choices)
@@ -83,19 +82,19 @@ class HttpExchange:
         self._num_open = self._num_running = 0  # choices that have not ended; of these, with the dispatcher
         self._finished: set[int] = set()  # choices whose last chunk was written
         self._begun = self._closed = False
-        self._silence = Silence(arrival)
         self._id_header = (b"x-request-id", (client_id or id).encode())
         self._over = self._reported = False  # its response is complete or not wanted; the service knows it
         self.requests: list[Request] = []  # made, and not submitted
 
     def submit(self) -> None:
         """Submit the requests, some with each turn of the loop. A refusal of one ends the exchange."""
-        now, self.requests = self.requests[:MAX_PER_TURN], self.requests[MAX_PER_TURN:]
+        room = max(0, min(MAX_PER_TURN, self.plan.max_running - self._num_running))
+        now, self.requests = self.requests[:room], self.requests[room:]
         for request in now:
             if not self._over:
                 self._num_running += 1
                 self._dispatcher.submit(request)
-        if self.requests and not self._over:
+        if self.requests and now and not self._over:
             self._loop.call_soon(self.submit)
         self._look_if_done()
 
@@ -158,8 +157,7 @@ class HttpExchange:
         self._loop.call_soon(self._dispatcher.cancel, choice.request_id)
 
     def choice_ended(self, choice: Choice, ended: Ended) -> None:
-        self._num_open -= 1
-        self._num_running -= 1
+        self._num_open, self._num_running = self._num_open - 1, self._num_running - 1
         now, arrival = monotonic(), self.account.arrival
         self.account.choice_ended(ended, now)
         num_tokens, count = (len(choice.prompt.token_ids), choice.num_tokens), self._metrics.sequence_ended
@@ -167,6 +165,8 @@ class HttpExchange:
         if self._over:
             self._look_if_done()
             return
+        if self.requests and self._num_running < self.plan.max_running < self.plan.num_choices:
+            self._loop.call_soon(self.submit)
         try:
             self._answer(choice, ended)
         except Exception:

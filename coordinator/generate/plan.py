@@ -46,6 +46,7 @@ CLASS_TIERS: dict[PriorityClass, ServiceTier] = {
     "premium": "priority", "standard": "default", "free": "default", "batch": "flex",
 }  # fmt: skip
 """The tier that an answer names."""
+MAX_EMBEDDED = 256  # a quarter of the queue that the coordinator has by default
 NO_HEAD = "The model {!r} has no head (lm_head), and serves nothing but /v1/embeddings."
 AskedRequest = GenerateRequest | EmbeddingRequest
 _RANKS: dict[PriorityClass, int] = {"premium": 0, "standard": 1, "free": 2, "batch": 3}
@@ -113,6 +114,11 @@ class RequestPlan(NamedTuple):
         """Return the memory of all prompts together, with that of their embeddings."""
         more = 0 if self.embedding is None else self.embedding.num_bytes * len(self.prompts)
         return sum([prompt.num_bytes for prompt in self.prompts]) + more
+
+    @property
+    def max_running(self) -> int:
+        """Number of its sequences that wait or run at a time. The coordinator's queue is for all requests."""
+        return self.num_choices if self.embedding is None else MAX_EMBEDDED
 
     @property
     def max_tokens(self) -> int:

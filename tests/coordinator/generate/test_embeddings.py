@@ -15,6 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 from support.http_fakes import ADMIN_KEY, MAX_MODEL_LEN, FakeDispatcher, hidden_state
 
+from splitserve.coordinator.generate.plan import MAX_EMBEDDED
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
@@ -103,6 +104,28 @@ async def test_two_thousand_inputs_and_a_large_body(client: AsyncOpenAI, dispatc
     pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
     answer = await embed(client, pieces)
     assert [each.embedding for each in answer.data] == [vector(r) for r in dispatcher.requests[2048:]]
+
+
+async def test_many_inputs_leave_room_in_the_queue(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher
+) -> None:
+    """2,048 at a time were more than the queue takes, on an idle cluster too."""
+    most = 0
+
+    def counted(_: Request) -> None:
+        nonlocal most
+        most = max(most, len(dispatcher.running) + 1)
+
+    dispatcher.refuse = counted
+    answer = await http.post(PATH, json={"input": [[7]] * 1000})
+    assert len(answer.json()["data"]) == 1000
+    assert most == MAX_EMBEDDED
+    dispatcher.hold = True
+    asking = asyncio.ensure_future(http.post(PATH, json={"input": [[7]] * 1000}))
+    await dispatcher.until(lambda: len(dispatcher.running) == MAX_EMBEDDED)
+    asking.cancel()
+    await dispatcher.until(lambda: len(dispatcher.cancelled) == MAX_EMBEDDED)
+    assert len(dispatcher.requests) == 1000 + MAX_EMBEDDED
 
 
 async def test_dimensions_are_cut_and_normalised_again(
