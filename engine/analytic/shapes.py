@@ -64,7 +64,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     shared_widths = ("shared_expert_intermediate_size", "shared_intermediate_size")
     shared += 3 * hidden * sum(config.get(key) or 0 for key in shared_widths)
     every_token = moe_layers * (shared + experts * hidden)
-    every_token += (layers - moe_layers) * dense_mlp
+    beside = bool(config.get("enable_moe_block"))  # Gemma 4: layers with experts have a dense MLP, too
+    every_token += (layers if beside else layers - moe_layers) * dense_mlp
     attention, pair_flops, token_kv, kv_heads = _attention(config, hidden, heads)
     tied = bool(config.get("tie_word_embeddings") or whole.get("tie_word_embeddings"))
     table = config["vocab_size"] * hidden

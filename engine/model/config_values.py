@@ -33,8 +33,7 @@ NUMBERS = (
 )  # fmt: skip
 FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob",
-    "rope_interleave", "use_sliding_window", "use_bidirectional_attention", "is_causal", "truncate",
-    "attention_out_bias", "use_bias",
+    "rope_interleave", "use_sliding_window", "is_causal", "truncate", "attention_out_bias", "use_bias",
 )  # fmt: skip
 LISTS = (
     "layer_types",

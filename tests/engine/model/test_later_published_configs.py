@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from engine.model.test_published_configs import LATENT, MINISTRAL_ROPE, SIZES, parsed
 
+from splitserve.engine.analytic.shapes import shape_of
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.model.tensors import expected_tensors, ignored_tensors
 
@@ -145,3 +147,80 @@ def test_mellum_2_by_layer() -> None:
     assert [rope.theta for rope in config.ropes] == [1e4, 1e4, 1e4, 5e5]
     assert "model.layers.3.mlp.experts.63.down_proj.weight" in expected_tensors(config)
     assert "mtp.layers.0.input_layernorm.weight".startswith(ignored_tensors(config))
+
+
+GEMMA_4 = {
+    "model_type": "gemma4_text",
+    "attention_bias": False,
+    "attention_k_eq_v": True,
+    "bos_token_id": 2,
+    "enable_moe_block": False,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21504,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": None,
+    "num_attention_heads": 32,
+    "num_experts": None,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "top_k_experts": None,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+GEMMA_4_26B = {
+    "enable_moe_block": True,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "top_k_experts": 8,
+}
+
+
+@pytest.mark.parametrize(("own", "billions"), [({}, 30.70), (GEMMA_4_26B, 25.23)])
+def test_gemma_4_as_published(own: dict[str, Any], billions: float) -> None:
+    """Images see later tokens of themselves ("vision"); texts do not."""
+    text = {**GEMMA_4, **own}
+    values = {"text_config": text, "vision_config": {}, "audio_config": None, "tie_word_embeddings": True}
+    config = parsed("Gemma4ForConditionalGeneration", **values)
+    heads, full = config.heads_of(0), config.heads_of(5)
+    assert (heads.head_dim, heads.num_kv_heads) == (256, text["num_key_value_heads"])
+    assert (full.head_dim, full.num_kv_heads) == (512, text["num_global_key_value_heads"])
+    assert full.keys_are_values
+    assert (config.ropes[0].theta, config.ropes[5].turned) == (1e4, 64)
+    expected, layer = expected_tensors(config), "model.language_model.layers"
+    assert f"{layer}.5.self_attn.v_proj.weight" not in expected
+    assert (f"{layer}.0.experts.gate_up_proj" in expected) == bool(own)
+    size = sum(math.prod(shape) for shape in expected.values())
+    assert size / 1e9 == pytest.approx(billions, abs=0.01)
+    assert shape_of(values).weights == pytest.approx(size, rel=0.03)
+    with pytest.raises(ModelConfigError, match="attention to later tokens"):
+        parsed(
+            "Gemma4ForConditionalGeneration",
+            **{**values, "text_config": {**text, "use_bidirectional_attention": "all"}},
+        )
