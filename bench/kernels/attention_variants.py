@@ -103,5 +103,11 @@ def every() -> Iterator[Attention]:
 
 SOFTCAPPED = [Attention(family, 256, window=True, softcap=50.0) for family in FAMILIES]
 SINKED = [Attention(family, 64, window=True, sinks=True) for family in FAMILIES]
-VARIANTS = {str(variant): variant for variant in (*covering(), *SOFTCAPPED, *SINKED, *every())}
+LARGE = [
+    Attention(
+        family, 512, "float16" if small else "bfloat16", exact=exact, group=8, block_size=16 if small else 64
+    )
+    for family, exact, small in product(FAMILIES, (False, True), (False, True))
+]  # Gemma 4's layers without a window
+VARIANTS = {str(variant): variant for variant in (*covering(), *SOFTCAPPED, *SINKED, *LARGE, *every())}
 """By name; the covering ones first."""

@@ -56,6 +56,7 @@ OTHERS: dict[str, Callable[[], object]] = {
     "rope 128": lambda: rope(128),
     "rope 128 fp8": lambda: rope(128, FP8),
     "rope 256 fp8 float16": lambda: rope(256, FP8, FLOAT16),
+    "rope 512": lambda: rope(512, heads=16, kv_heads=2),
     "rope 576 latent": latent_rope,
     "latent decode": lambda: latent(64),
     "latent decode float16": lambda: latent(64, FLOAT16),

@@ -51,17 +51,17 @@ def decode_tile(head_dim: int, group: int, itemsize: int = 2, fp8: bool = False)
     product."""
     rows = max(16, triton.next_power_of_2(group))
     if itemsize == 4:
-        return TileShape(rows, 32, 4, 3)
+        return TileShape(rows, 32, 4, 3) if head_dim <= 256 else TileShape(rows, 16, 8, 3)
     if head_dim > 128:
-        return TileShape(rows, 32, 4, 3 if fp8 else 5)
+        return TileShape(rows, 32, 4 if head_dim <= 256 else 8, 3 if fp8 else 5)
     return TileShape(rows, 64, 4, 5) if head_dim in (64, 128) else TileShape(rows, 32, 4, 7)
 
 
 def programs_per_sm(head_dim: int, group: int, block_size: int) -> int:
     """What shared memory and registers of an H100 or H200 hold of ``decode_tile``'s programs, which get no
     more registers than that leaves each."""
-    if head_dim <= 64:
-        return 4
+    if head_dim <= 64 or head_dim > 256:
+        return 4 if head_dim <= 64 else 1
     simple = group == triton.next_power_of_2(group) and block_size % 64 == 0
     return 3 if head_dim <= 128 and simple else 2
 

@@ -56,7 +56,9 @@ def prefill_tile(head_dim: int, itemsize: int = 2, fp8: bool = False) -> TileSha
     """``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there for
     comparison. ``fp8``: so is the cache."""
     if itemsize == 4:
-        return TileShape(32, 32 if head_dim <= 128 else 16, 4, 2)
+        return TileShape(32, 32 if head_dim <= 128 else 16, 4 if head_dim <= 256 else 8, 2)
+    if head_dim > 256:  # the queries alone would fill half of the shared memory with 128 rows
+        return TileShape(64, 16, 8, 3)
     if head_dim == 128 and not fp8:
         return TileShape(128, 128, 8, 2)
     return TileShape(128, 64 if head_dim <= 128 else 32, 8, 3)
@@ -64,14 +66,16 @@ def prefill_tile(head_dim: int, itemsize: int = 2, fp8: bool = False) -> TileSha
 
 def exact_tile(head_dim: int, itemsize: int = 2, fp8: bool = False) -> TileShape:
     """For prefill and decode alike, with ``split_folds``: 64 rows are the smallest product of a warp group.
-    Head dim 256 over a float8 cache leaves no registers for that one, and takes the smaller product of a
-    warp."""
+    Head dim 256 over a float8 cache, and 512, leave no registers for that one, and take the smaller product
+    of a warp."""
     if itemsize == 4:
         return prefill_tile(head_dim, itemsize)
     if head_dim <= 64:
         return TileShape(64, 64, 4, 3)
     if head_dim <= 128:
         return TileShape(64, 16, 4, 7 if fp8 else 5)
+    if head_dim > 256:
+        return TileShape(32, 16, 8, 3)
     return TileShape(32, 32, 8, 3) if fp8 else TileShape(64, 16, 8, 3)
 
 

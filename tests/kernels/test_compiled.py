@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from splitserve.bench.kernels.attention_variants import SINKED, SOFTCAPPED, Attention, covering, every
+from splitserve.bench.kernels.attention_variants import LARGE, SINKED, SOFTCAPPED, Attention, covering, every
 from splitserve.bench.kernels.compile_bounds import FEW_BYTES, WARP_GROUP_ROWS, faults_of
 from splitserve.bench.kernels.compile_kernels import OTHERS
 from splitserve.bench.kernels.gate_up import DISTINCT_TILES
@@ -45,7 +45,7 @@ LEFT_TO_GPU_CHECK = {
 }
 TESTED = [
     *USUAL,
-    *map(str, [*SOFTCAPPED, *SINKED, *covering()]),
+    *map(str, [*SOFTCAPPED, *SINKED, *LARGE, *covering()]),
     *(name for name in OTHERS if name not in LEFT_TO_GPU_CHECK),
     *(name for name in STARTED if "Qwen3-0.6B" in name or "any: 256" in name or "exact 1024 x 1024" in name),
 ]
@@ -70,10 +70,10 @@ def test_a_kernel_is_within_its_bounds(compiled: dict[str, Kernels], case: str) 
 
 def test_exact_prefill_and_decode_multiply_with_the_same_instructions(compiled: dict[str, Kernels]) -> None:
     shapes: dict[int, dict[str, set[str]]] = {}
-    for variant in filter(lambda variant: variant.exact, covering()):
+    for variant in filter(lambda variant: variant.exact, (*covering(), *LARGE)):
         found = shapes.setdefault(variant.head_dim, {}).setdefault(variant.family, set())
         found.update(compiled[str(variant)][-1]["products"])
-    assert len(shapes) == 4
+    assert len(shapes) == 5
     for head_dim, families in shapes.items():
         assert families["prefill"] == families["decode"] != set(), head_dim
 

@@ -97,7 +97,8 @@ def test_decode(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, torch.float32), (128, torch.bfloat16), (256, torch.float16)]
+    ("head_dim", "dtype"),
+    [(64, torch.float32), (128, torch.bfloat16), (256, torch.float16), (512, torch.bfloat16)],
 )
 def test_decode_of_each_head_dim(head_dim: int, dtype: torch.dtype) -> None:
     case = attention_case([5, 270], [1, 1], head_dim=head_dim, block_size=64, dtype=dtype)
@@ -190,7 +191,8 @@ def test_prefill(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(128, torch.float32), (128, torch.bfloat16), (256, torch.float16)]
+    ("head_dim", "dtype"),
+    [(128, torch.float32), (128, torch.bfloat16), (256, torch.float16), (512, torch.bfloat16)],
 )
 def test_prefill_of_each_head_dim(head_dim: int, dtype: torch.dtype) -> None:
     case = attention_case([45, 70], [45, 3], head_dim=head_dim, block_size=64, dtype=dtype)
