@@ -84,8 +84,10 @@ def write_byte_tokenizer(path: Path) -> None:
 
 def _make_decisive(model: PreTrainedModel, seed: int) -> None:
     """Spread the logits: freshly initialised models rate all tokens nearly the same, so that any rounding
-    changes the argmax."""
+    changes the argmax. Where the embeddings are the head, too, they are small beside what layers add: each
+    token would else be followed by itself, whatever the layers do."""
     generator = torch.Generator().manual_seed(seed + 1)
+    tied = 64 if model.get_output_embeddings().weight is model.get_input_embeddings().weight else 1
     with torch.no_grad():
         for name, tensor in model.named_buffers():  # routers' corrections, of some families; zero at first
             if name.endswith("bias"):
@@ -95,13 +97,17 @@ def _make_decisive(model: PreTrainedModel, seed: int) -> None:
         for name, tensor in model.named_parameters():
             if any(part in name for part in ("vision", "visual", "projector")):
                 continue
-            if name.endswith(("scale", *(f"norm{of}.weight" for of in ("", "1", "2", "_1", "_2")))):
+            if name.endswith("per_expert_scale"):  # powers of two: experts times these round as they do alone
+                tensor.copy_(2.0 ** torch.randint(-1, 2, tensor.shape, generator=generator))
+            elif name.endswith(("scale", *(f"norm{of}.weight" for of in ("", "1", "2", "_1", "_2")))):
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
             elif name.endswith("sinks"):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
             elif name.endswith("bias"):
                 tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
             elif "embed_tokens" in name or "lm_head" in name:
-                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) / tied)
             else:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 1.5 * tensor.shape[1] ** -0.5)
+            if name.endswith("model.norm.weight"):
+                tensor.mul_(tied)

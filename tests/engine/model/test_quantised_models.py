@@ -30,7 +30,9 @@ def dequantise(model: PreTrainedModel, scheme: Scheme) -> PreTrainedModel:
                 inputs_first = isinstance(module, GptOssExperts)
                 own = matrix.T if inputs_first else matrix
                 own.copy_(quantise(own.contiguous(), scheme).dequantised())
-        if isinstance(module, torch.nn.Linear) and not name.endswith(("kv_b_proj", "shared_expert_gate")):
+        if isinstance(module, torch.nn.Linear) and not name.endswith(
+            ("kv_b_proj", "shared_expert_gate", "router.proj")
+        ):
             head = name == "lm_head"
             if head and scheme == "fp8":
                 continue
@@ -40,7 +42,8 @@ def dequantise(model: PreTrainedModel, scheme: Scheme) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama3", "qwen2", "glm4", "qwen2_moe", "gpt_oss", "deepseek2", "deepseek3"]
+    "family",
+    ["llama3", "qwen2", "glm4", "gemma4", "gemma4_moe", "qwen2_moe", "gpt_oss", "deepseek2", "deepseek3"],
 )
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 def test_a_checkpoint_quantised_at_load(
@@ -48,7 +51,8 @@ def test_a_checkpoint_quantised_at_load(
 ) -> None:
     tried(family, "at load", scheme)
     reference = dequantise(make_checkpoint(tmp_path, family), scheme)
-    assert_same_function(make_runner(tmp_path, quantization=scheme), reference)
+    most = 2e-3 if family.startswith("gemma") else 5e-4  # there no embedding outweighs the layers' rounding
+    assert_same_function(make_runner(tmp_path, quantization=scheme), reference, most)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

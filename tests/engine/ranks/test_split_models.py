@@ -91,6 +91,7 @@ def test_every_family_is_split(family: str, tmp_path: Path) -> None:
     ranks to another."""
     reference, prompt = make_checkpoint(tmp_path, family), random_tokens(PROMPT_LEN, seed=5)
     expected = greedy(reference, prompt)
+    assert len(set(expected)) > 3, "an answer that repeats itself shows little"
     runners = [make_runner(tmp_path, size) for size in (1, 2, 4)]
     for chunk, (source, target) in enumerate(zip(runners, [*runners[1:], runners[0]], strict=True), start=30):
         here = prefill(source, prompt, chunk, first_block=2)
@@ -111,19 +112,24 @@ def test_a_vocabulary_that_does_not_divide(dtype: str, kv_dtype: str, tmp_path: 
     assert np.mean(errors) < (1e-4 if dtype == "float32" else 0.2)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_weights_quantised_at_load(quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.3), ("int4", 0.005)])
+def test_weights_quantised_at_load(quantization: str, most: float, tmp_path: Path) -> None:
+    """In int8 each rank's part of a row has a scale of its own: it rounds otherwise than the whole row."""
     make_checkpoint(tmp_path, "qwen3", intermediate_size=128)
     prompt = random_tokens(PROMPT_LEN, seed=7)
-    answers = [
-        decoded(runner, prefill(runner, prompt, 40, 2))
-        for runner in (make_runner(tmp_path, size, quantization=quantization) for size in (1, 2))
-    ]
-    assert answers[0] == answers[1]
+    batch = make_batch([(HandSequence(prompt, list(range(5))), PROMPT_LEN)], BLOCK_SIZE, prompt_logprobs=0)
+    whole, split = (
+        make_runner(tmp_path, size, quantization=quantization).execute(batch).prompt_logprobs[0]
+        for size in (1, 2)
+    )
+    errors = [abs(mine.logprob - theirs.logprob) for mine, theirs in zip(split, whole, strict=True)]
+    assert np.mean(errors) < most, "of logprobs down to -40"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["llama3", "cohere_plus", "deepseek2", "gemma2", "olmo2", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "cohere_plus", "deepseek2", "gemma2", "gemma4", "olmo2", "phi3"]
+)
 def test_exact_bits_are_the_same_for_every_number_of_ranks(family: str, dtype: str, tmp_path: Path) -> None:
     """And for every way to chunk the prompt. A quarter of an MLP's columns is no whole number of a CPU's
     vectors."""
