@@ -58,10 +58,12 @@ def three_steps(
     return reported, runner.kv_cache.pool
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma4"])
 def test_a_model_runs_the_same(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """qwen3: norms of q and k. mistral: sliding window, a head dimension that is no power of two."""
-    make_checkpoint(tmp_path, family, num_hidden_layers=2)
+    """qwen3: norms of q and k. mistral: sliding window, a head dimension that is no power of two. gemma4: its
+    last layer sees a view of the pool."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma4" else {}
+    make_checkpoint(tmp_path, family, num_hidden_layers=2, **kinds)
     expected, expected_pool = three_steps(tmp_path, TorchKernels(), monkeypatch)
     found, pool = three_steps(tmp_path, CudaKernels(num_sms=1, prefill_shape=SMALL), monkeypatch)
     assert torch.equal(pool.isnan(), expected_pool.isnan())
