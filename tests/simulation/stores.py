@@ -26,7 +26,7 @@ class VirtualStore:
     def __init__(self, process: WorkerProcess) -> None:
         self._process, self._world = process, process.world
         self._random = Random(f"store {process.world.seed} {process.name} {process.pid}")
-        self.group = self._random.choice((1, 2, 8))
+        self.group, self.ahead = self._random.choice(((1, 32), (2, 4), (8, 4)))  # a bucket, or a folder
         self._share_slow = self._random.choice((0.0, 0.02, 0.5))
         self._num_writes = 0
         self._reads: deque[tuple[Key, list[list[int]] | None]] = deque()  # None: not over yet
