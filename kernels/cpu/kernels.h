@@ -100,8 +100,8 @@ struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and v
   const int32_t* block_tables;     // [num_seqs, table_stride]
   const float* sinks;        // [num_heads] or null: a score of each head that has no value (Xiao et al., StreamingLLM, 2023)
   int64_t q_stride, num_seqs, table_stride, num_layers, layer, block_size, num_heads, num_kv_heads, plane_heads, head_dim;
-  int64_t planes = 2;        // keys and values; 1: keys are the values, too. plane_heads: those in memory; num_kv_heads are this caller's,
-  int64_t head_step = 1;     // of which each head_step-th is one
+  int64_t planes = 2;        // keys and values; 1: keys are the values, too. plane_heads: those in memory; num_kv_heads are this caller's
+  int64_t head_step = 1;     // places in memory from one head of this caller to its next
   int64_t window;            // a token sees the window tokens that end with itself; INT32_MAX: all
   float scale;
   float softcap;             // scaled scores become softcap tanh(score / softcap); 0: they stay

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from support.s3_server import s3_server
 
 from splitserve.cli.config import ConfigError
 from splitserve.cli.model_source import HUB_ID, resolved, with_folder
@@ -172,24 +173,9 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    boto3, moto = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "ACCESS_KEY_ID": "a",
-        "SECRET_ACCESS_KEY": "b",
-        "DEFAULT_REGION": "us-east-1",
-        "ENDPOINT_URL": f"http://{host}:{port}",
-    }.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="models")
-    yield client
-    client.close()
-    server.stop()
+    with s3_server(monkeypatch, "models") as client:
+        yield client
 
 
 def test_a_model_in_s3_is_fetched_once_and_again_when_it_has_changed(s3: Any, tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e.cluster import free_port
 from msgspec.structs import replace
 from support.kv_store_rig import HASHES, KEY, MODEL, NUM_BLOCKS, Reader, Rig, in_bucket
-from support.played_bucket import PlayedBucket, played_bucket
+from support.played_bucket import PlayedBucket
 from support.s3_server import s3_server
 
 from splitserve.engine.errors import KVStoreError
@@ -26,19 +25,6 @@ BUCKET, URL = "blocks", "s3://blocks/team/kv"
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with s3_server(monkeypatch, BUCKET) as client:
         yield client
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedBucket]:
-    with played_bucket(tmp_path, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = in_bucket(URL)
-    yield made
-    made.close()
 
 
 def name_of(s3: Any, block: int) -> str:

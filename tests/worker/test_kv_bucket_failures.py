@@ -6,32 +6,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from support.kv_store_rig import HASHES, KEY, NUM_BLOCKS, Reader, Rig, in_bucket
-from support.played_bucket import PlayedBucket, played_bucket
+from support.kv_store_rig import HASHES, KEY, NUM_BLOCKS, Reader, Rig
+from support.played_bucket import PlayedBucket
 
 from splitserve.transport.handoff.protocol import Key
 from splitserve.worker import kv_bucket
 from splitserve.worker.kv_bucket import KVBucket
 
 URL = "s3://blocks/team/kv"
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedBucket]:
-    with played_bucket(tmp_path, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = in_bucket(URL)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def sequence(length: int, seed: int, first_block: int) -> HandSequence:
 
 
 def step(runner: ModelRunner, work: Work, embeds: list[bool], rows: Work | None = None) -> dict[int, Vector]:
-    """Run chunks, of which those that embed sample nothing; behind decode rows, if there are any."""
+    """Run chunks behind decode rows, if there are any. Chunks that embed sample nothing."""
     batch = make_batch(work, BLOCK_SIZE)
     sampling = [None if wanted else state for state, wanted in zip(batch.sampling, embeds, strict=True)]
     batch = replace(batch, sampling=sampling, embeds=embeds)
