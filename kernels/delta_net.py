@@ -1,0 +1,213 @@
+"""Linear attention by the gated delta rule (Yang et al., Gated Delta Networks, 2024), over a state that lies
+in the blocks of the KV pool.
+
+    x     = silu(causal depthwise convolution of q, k and v)
+    S     = exp(g) S;  S += k (beta (v - S' k))';  o = S' q       g = -exp(A) softplus(a + dt),
+                                                                  beta = sigmoid(b)
+    out   = norm(o) weight silu(z)
+
+q and k of each head are divided by their length, q by sqrt(Dk) as well; each serves Hv / Hk consecutive value
+heads. All of it in float32; a token's sums are taken in an order that no other token changes, so that a
+prompt's chunks give the same bits as the whole.
+
+Hk, Hv: heads of keys and of values; Dk, Dv: their sizes; KVH: key-value heads of the layers with attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+L2_EPS = 1e-6
+NO_STATE, PADDING = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetShape:
+    """One rank's heads. ``conv_size``: tokens that the convolution sees."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v of all heads side by side."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        """Columns of a layer's projection: q, k, v, z, b, a."""
+        return self.channels + self.num_value_heads * (self.value_dim + 2)
+
+    @property
+    def num_floats(self) -> int:
+        """Of a layer's state: [Hv, Dk, Dv], and behind it the newest inputs of the convolution."""
+        state = self.num_value_heads * self.key_dim * self.value_dim
+        return state + self.channels * (self.conv_size - 1)
+
+    def of_head(self, num_kv_heads: int) -> DeltaNetShape:
+        """The part that lies where one key-value head's keys and values do."""
+        return DeltaNetShape(
+            self.num_key_heads // num_kv_heads, self.num_value_heads // num_kv_heads,
+            self.key_dim, self.value_dim, self.conv_size,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights:
+    """conv     [channels, conv_size]
+    decay    float32 [Hv]: exp(A)
+    dt       float32 [Hv]
+    norm     [Dv]
+    """
+
+    conv: Tensor
+    decay: Tensor
+    dt: Tensor
+    norm: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateInputs:
+    """Where a step's sequences have the states of their layers.
+
+    query_start_loc int32 [num_seqs + 1]
+    tables          int32 [num_seqs, 3, blocks]  blocks of the pool: two copies of the state, and a snapshot
+    source          int32 [num_seqs]             the copy that has the state before the step; the other gets
+                                                 the one after it. NO_STATE: zeros, and copy 0 gets it.
+                                                 PADDING: nothing is read or written, the output is zeros
+    marks           int32 [num_seqs]             the snapshot gets the state after as many of the step's
+                                                 tokens; 0: there is none
+    """
+
+    query_start_loc: Tensor
+    tables: Tensor
+    source: Tensor
+    marks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where a layer's state lies in the blocks of a table: in ``count`` of them from ``first`` on, in the
+    bytes of the cache's layer ``layer``.
+
+    The part of each key-value head (``DeltaNetShape.of_head``) lies in that head's bytes, [Hv, Dk, Dv] and
+    then [conv_size - 1, channels], as float32: first in the head's keys of the first block, then in its
+    values, then in the next block's. A row of Dv numbers is never cut.
+    """
+
+    layer: int
+    first: int
+    count: int
+
+
+def num_state_blocks(shape: DeltaNetShape, num_kv_heads: int, run_bytes: int) -> int:
+    """Blocks for a layer's state. ``run_bytes``: of one head's keys in one block and layer. Raises ValueError
+    where they would cut a row of the state."""
+    if run_bytes % (4 * shape.value_dim):
+        raise ValueError(
+            f"a block has {run_bytes} bytes of a head's keys, no multiple of {4 * shape.value_dim}"
+        )
+    return -(-4 * shape.of_head(num_kv_heads).num_floats // (2 * run_bytes))
+
+
+def delta_net(
+    projected: Tensor,
+    pool: Tensor,
+    place: StatePlace,
+    shape: DeltaNetShape,
+    weights: DeltaNetWeights,
+    inputs: StateInputs,
+) -> Tensor:
+    """The reference. ``projected`` [T, shape.width] -> [T, Hv Dv] of the same type; reads and writes the
+    states in ``pool``."""
+    out = projected.new_zeros(len(projected), shape.num_value_heads * shape.value_dim)
+    starts = inputs.query_start_loc.tolist()
+    for i, (source, mark) in enumerate(zip(inputs.source.tolist(), inputs.marks.tolist(), strict=True)):
+        if source == PADDING:
+            continue
+        tables = inputs.tables[i, :, place.first : place.first + place.count].long()
+        state, newest = (
+            _zeros(shape, pool) if source == NO_STATE else _read(pool, place, tables[source], shape)
+        )
+        copy = 0 if source == NO_STATE else 1 - source
+        end = starts[i] + mark if mark else starts[i]
+        for first, last, to in ((starts[i], end, 2), (end, starts[i + 1], copy)):
+            if first < last:
+                out[first:last], newest = _run(projected[first:last], state, newest, shape, weights)
+            if first < last or to == copy:
+                _write(pool, place, tables[to], shape, state, newest)
+    return out
+
+
+def _run(
+    projected: Tensor, state: Tensor, newest: Tensor, shape: DeltaNetShape, weights: DeltaNetWeights
+) -> tuple[Tensor, Tensor]:
+    """Some tokens of one sequence: their output, and the newest inputs of the convolution. Changes ``state``
+    in place."""
+    num_keys, num_values = shape.num_key_heads, shape.num_value_heads
+    x = projected.float()
+    sizes = [shape.channels, num_values * shape.value_dim, num_values, num_values]
+    mixed, z, b, a = torch.split(x, sizes, dim=1)
+    seen = torch.cat([newest, mixed])
+    conv = weights.conv.float()
+    mixed = silu(sum((seen[j : j + len(x)] * conv[:, j] for j in range(shape.conv_size)), torch.zeros(())))
+    keys = num_keys * shape.key_dim
+    q, k, v = torch.split(mixed, [keys, keys, num_values * shape.value_dim], dim=1)
+    q, k = (of.view(len(x), num_keys, shape.key_dim) for of in (q, k))
+    q, k = (of * torch.rsqrt((of * of).sum(-1, keepdim=True) + L2_EPS) for of in (q, k))
+    q, k = (of.repeat_interleave(num_values // num_keys, dim=1) for of in (q / shape.key_dim**0.5, k))
+    v, z = (of.view(len(x), num_values, shape.value_dim) for of in (v, z))
+    beta, decay = b.sigmoid(), (-weights.decay * softplus(a + weights.dt)).exp()
+    o = torch.empty_like(v)
+    for t in range(len(x)):
+        state *= decay[t, :, None, None]
+        delta = (v[t] - (state * k[t, :, :, None]).sum(1)) * beta[t, :, None]
+        state += k[t, :, :, None] * delta[:, None, :]
+        o[t] = (state * q[t, :, :, None]).sum(1)
+    o = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + weights.eps)
+    o = weights.norm.float() * o.to(projected.dtype).float() * silu(z)
+    return o.to(projected.dtype).flatten(1), seen[len(x) :]
+
+
+def _zeros(shape: DeltaNetShape, pool: Tensor) -> tuple[Tensor, Tensor]:
+    sizes = (shape.num_value_heads, shape.key_dim, shape.value_dim), (shape.conv_size - 1, shape.channels)
+    first, second = (torch.zeros(size, device=pool.device) for size in sizes)
+    return first, second
+
+
+def _read(pool: Tensor, place: StatePlace, blocks: Tensor, shape: DeltaNetShape) -> tuple[Tensor, Tensor]:
+    """State [Hv, Dk, Dv] and inputs of the convolution [conv_size - 1, channels]."""
+    num_kv_heads = pool.shape[3]
+    part = shape.of_head(num_kv_heads)
+    rows = pool[blocks, place.layer].movedim(2, 0).contiguous().view(torch.uint8).view(num_kv_heads, -1)
+    floats = rows.view(torch.float32)
+    size = part.num_value_heads * part.key_dim * part.value_dim
+    state = floats[:, :size].reshape(shape.num_value_heads, shape.key_dim, shape.value_dim)
+    newest = floats[:, size : part.num_floats].view(num_kv_heads, part.conv_size - 1, part.channels)
+    keys = part.num_key_heads * part.key_dim
+    parts = torch.split(newest, [keys, keys, part.num_value_heads * part.value_dim], dim=2)
+    return state.clone(), torch.cat([of.movedim(0, 1).flatten(1) for of in parts], dim=1)
+
+
+def _write(
+    pool: Tensor, place: StatePlace, blocks: Tensor, shape: DeltaNetShape, state: Tensor, newest: Tensor
+) -> None:
+    num_kv_heads = pool.shape[3]
+    part = shape.of_head(num_kv_heads)
+    keys = shape.num_key_heads * shape.key_dim
+    parts = torch.split(newest, [keys, keys, shape.num_value_heads * shape.value_dim], dim=1)
+    heads = torch.cat([of.view(len(newest), num_kv_heads, -1) for of in parts], dim=2).movedim(1, 0)
+    floats = torch.cat([state.reshape(num_kv_heads, -1), heads.reshape(num_kv_heads, -1)], dim=1)
+    shape_there = pool[blocks, place.layer].movedim(2, 0).shape
+    there = torch.zeros(shape_there, dtype=pool.dtype, device=pool.device)
+    rows = there.view(torch.uint8).view(num_kv_heads, -1).view(torch.float32)
+    rows[:, : part.num_floats] = floats
+    pool[blocks, place.layer] = there.movedim(0, 2)
