@@ -215,7 +215,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
             self._drop(older.key)
         if not self.adapters.has(spec.adapter):
             self._report_failed(join.key, "handoff_failed", LACKS.format(self.worker[0]))
-            self.blocks.release(held(join.blocks))
+            self.blocks.release(held(join.blocks) + join.spare)
             return
         tokens = u32_array(spec.token_ids)
         output = [*tokens[spec.num_prompt_tokens :], join.handoff.token]
@@ -231,6 +231,7 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
             now + spec.deadline_s,
             now,
             spec.answer_id,
+            join.spare,
         )
         self._next_deadline = min(self._next_deadline, now + spec.deadline_s)
         self._compile_grammar(join.key, state)

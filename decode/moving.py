@@ -129,6 +129,7 @@ class Moving:
         spec = replace(order.spec, token_ids=tokens, prompt_logprobs=None, deadline_s=deadline_s)
         hashes = chain(root_hash(self._kv_name, spec.salt, spec.adapter), tokens, self._scheduler.block_size)
         blocks = sequence.blocks[: -(-spec.num_tokens // self._scheduler.block_size)]  # more: a step raised
+        blocks += sequence.states[spec.num_tokens % 2]
         self.sender.offer(order.decode, spec, len(blocks), hashes, now)
         self.sender.finish(there, blocks, state.output_token_ids[-1], sequence.last_logprobs, now)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.step.batch import Batch, StepOutput, adapters_of
+from ..engine.step.batch import Batch, BatchStates, StepOutput, adapters_of
 from ..transport.messages.messages import FinishReason
 from .sequences import DecodeSequence
 
@@ -50,9 +50,10 @@ class DecodeResult:
 
 
 class DecodeRows:
-    """Up to ``max_num_seqs`` sequences of up to ``max_blocks`` blocks."""
+    """Up to ``max_num_seqs`` sequences of up to ``max_blocks`` blocks, and two copies of a state of
+    ``state_blocks`` each."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, state_blocks: int = 0) -> None:
         self.block_size = block_size
         self.sequences: list[DecodeSequence] = []
         self._tokens = np.zeros(max_num_seqs, np.int32)
@@ -69,6 +70,7 @@ class DecodeRows:
         self.beginning: set[DecodeSequence] = set()
         """Their next token begins a block that they have not got yet."""
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._states = np.zeros((max_num_seqs, 3, state_blocks), np.int32)  # no snapshots, so far
         self._arange = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def enter(self, sequence: DecodeSequence) -> None:
@@ -79,6 +81,7 @@ class DecodeRows:
         self._dispatches[row] = sequence.key[1]
         # what stands for NO_BLOCK is never attended to
         self._tables[row, : len(sequence.blocks)] = np.maximum(sequence.blocks, 0)
+        self._states[row, :2] = sequence.states
         self._read_state(sequence)
 
     def rename(self, sequence: DecodeSequence) -> None:
@@ -94,7 +97,7 @@ class DecodeRows:
             self.sequences[row], moved.row = moved, row
             for column in self._columns:
                 column[row] = column[last]
-            self._tables[row] = self._tables[last]
+            self._tables[row], self._states[row] = self._tables[last], self._states[last]
         self.sequences.pop()
         self.beginning.discard(sequence)
         sequence.row = -1
@@ -132,6 +135,7 @@ class DecodeRows:
             sampling=[sequence.state for sequence in self.sequences],
             fed_from=fed_from.copy(),
             adapters=adapters_of([sequence.state.adapter for sequence in self.sequences]),
+            states=self._batch_states(n),
         )
         filling: list[int] = (seq_lens % self.block_size == 0).nonzero()[0].tolist()
         step = DecodeStep(
@@ -146,6 +150,11 @@ class DecodeRows:
         for row in filling:
             self._find_slot(self.sequences[row], int(seq_lens[row]))
         return step
+
+    def _batch_states(self, n: int) -> BatchStates | None:
+        if not self._states.size:
+            return None
+        return BatchStates(self._states[:n].copy(), self._positions[:n] % 2, np.zeros(n, np.int32))
 
     def _with_drafts(self, step: DecodeStep, drafts: Mapping[DecodeSequence, list[int]]) -> DecodeStep:
         owners = [sequence for sequence, tokens in drafts.items() for _ in tokens]

@@ -22,16 +22,15 @@ coordinator with the tokens it has). Blocks are freed when no step in flight rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..engine.cache.block_manager import BlockManager
 from ..engine.role_core import SizeLimit
 from ..engine.step.batch import SamplingState, StepOutput, finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key
-from ..transport.messages.blocks import held
 from .drafts import Drafts
 from .rows import BatchMembers, DecodeResult, DecodeRows, DecodeStep
-from .sequences import DecodeSequence, SequenceBlocks
+from .sequences import DecodeSequence, SequenceBlocks, divided
 
 MAX_IN_FLIGHT = 2
 STEPS_AT_LIMIT = 64  # steps after which a limit that lack of memory had set is raised by one sequence
@@ -49,14 +48,16 @@ class DecodeScheduler:
         eos_token_ids: frozenset[int],
         window: int = 0,
         drafts: Drafts | None = None,
+        state_blocks: int = 0,
     ) -> None:
-        """``window``: the model's widest, in tokens; 0: none. ``drafts``: how to draft; None: not at all."""
+        """``window``: the model's widest, in tokens; 0: none. ``drafts``: how to draft; None: not at all.
+        ``state_blocks``: of each sequence's state; 0: the model has none, and without that no drafts."""
         self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
         self.kv_blocks, self._window = SequenceBlocks(blocks, block_size, window), window
         self.row_limit = SizeLimit(max_num_seqs, STEPS_AT_LIMIT, lambda rows: rows + 1)  # how many may run
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._drafts = drafts or Drafts(0, 0)
-        self._rows = DecodeRows(max_num_seqs, -(-max_model_len // block_size) + 1, block_size)
+        self._rows = DecodeRows(max_num_seqs, -(-max_model_len // block_size) + 1, block_size, state_blocks)
         self._members = BatchMembers(self._rows)
         self.running: dict[Key, DecodeSequence] = {}
         self.by_request: dict[str, DecodeSequence] = {}
@@ -84,7 +85,8 @@ class DecodeScheduler:
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here; those of a dropped sequence too while a step uses them."""
-        yield from (held(sequence.blocks) for sequence in self.running.values())
+        for sequence in self.running.values():
+            yield from sequence.held
         yield from self.kv_blocks.tables_of_ended()
 
     def join(
@@ -97,13 +99,15 @@ class DecodeScheduler:
         deadline: float,
         now: float = 0.0,
         answer_id: bytes = b"",
+        spare: Sequence[int] = (),
     ) -> None:
-        """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before
-        it."""
+        """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before it;
+        ``spare``: see ``divided``."""
         assert self.num_running < self.max_num_seqs, "a grant promises a row"
         last = last_output_index(state, self._max_model_len)
         stops = stop_set(state, self._eos)
-        sequence = DecodeSequence(key, request_id, state, blocks, last_hash, stops, last, deadline, now)
+        parts = divided(blocks, spare, state.position - 1)
+        sequence = DecodeSequence(key, request_id, state, *parts, last_hash, stops, last, deadline, now)
         sequence.answer_id = answer_id
         self.running[key] = self.by_request[request_id] = sequence
         self._members.add(sequence)

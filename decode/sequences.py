@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..engine.cache.block_manager import BlockManager
@@ -21,6 +21,7 @@ class DecodeSequence:
     request_id: str
     state: SamplingState
     blocks: list[int]  # NO_BLOCK behind a sliding window
+    states: tuple[list[int], list[int]]  # two copies of its state: that of p tokens is copy p % 2
     last_hash: bytes  # of its newest full block, or the root
     stops: frozenset[int]
     last_index: int
@@ -33,6 +34,22 @@ class DecodeSequence:
     last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
     answer_id: bytes = b""  # empty: it cannot be resumed
     match: TextMatch | None = None  # once its tokens may be drafted
+
+    @property
+    def held(self) -> list[list[int]]:
+        """The blocks that are referenced for it."""
+        return [held(self.blocks), *self.states]
+
+
+def divided(
+    blocks: list[int], spare: Sequence[int], num_tokens: int
+) -> tuple[list[int], tuple[list[int], list[int]]]:
+    """Return the blocks of a sequence's tokens, and both copies of its state. ``blocks``: of its
+    ``num_tokens`` tokens and behind them of their state; ``spare``: as many, for the second copy."""
+    if not spare:
+        return blocks, ([], [])
+    newest, other = blocks[-len(spare) :], list(spare)
+    return blocks[: -len(spare)], (other, newest) if num_tokens % 2 else (newest, other)
 
 
 class SequenceBlocks:
@@ -84,8 +101,10 @@ class SequenceBlocks:
 
     def tables_of_ended(self) -> Iterator[list[int]]:
         """The blocks that are not free yet, sequence by sequence."""
-        yield from (held(sequence.blocks) for sequence in self.ended)
+        for sequence in self.ended:
+            yield from sequence.held
 
     def _free(self, sequence: DecodeSequence) -> None:
-        self._blocks.release(sequence.blocks)
-        sequence.blocks = []
+        for blocks in (sequence.blocks, *sequence.states):
+            self._blocks.release(blocks)
+        sequence.blocks, sequence.states = [], ([], [])

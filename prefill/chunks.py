@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..engine.step.batch import Batch, SamplingState, adapters_of
 from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import Peer, PeerId, RequestSpec
+from .states import ChunkStates, PromptStates, batch_states
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class PrefillSequence:
     arrival: float
     deadline: float
     blocks: list[int] = field(default_factory=list)  # NO_BLOCK behind a sliding window
+    states: PromptStates = field(default_factory=PromptStates)
     num_computed: int = 0
     num_scheduled: int = 0  # computed, or in a step that has not been booked
     num_steps: int = 0  # those steps
@@ -59,6 +61,17 @@ class PrefillSequence:
     def unscheduled(self) -> int:
         """Tokens that no step has taken along yet."""
         return self.num_tokens - self.num_scheduled
+
+    @property
+    def until_branch(self) -> int:
+        """The same, no further than to where a snapshot of its state is wanted."""
+        ahead = self.states.branch - self.num_scheduled
+        return min(ahead, self.unscheduled) if ahead > 0 else self.unscheduled
+
+    @property
+    def handed_over(self) -> list[int]:
+        """The blocks of its tokens and of its state. (Of that only once its last chunk is in a step.)"""
+        return self.blocks + self.states.newest(self.num_steps)
 
     def left(self, block_size: int, match_prefix: Callable[[list[bytes]], int]) -> int:
         """Unscheduled tokens; before it has started, without those that are cached now: of a long prefix
@@ -99,6 +112,7 @@ class Chunk:
     sequence: PrefillSequence
     start: int
     count: int
+    states: ChunkStates | None = None
 
     @property
     def end(self) -> int:
@@ -168,6 +182,7 @@ def batch_of(chunks: Sequence[Chunk], block_size: int) -> Batch:
         next_prompt_ids=[c.next_prompt_ids for c in chunks],
         adapters=adapters_of([c.sequence.state.adapter for c in chunks]),
         embeds=[c.embeds for c in chunks],
+        states=batch_states(states) if (states := [c.states for c in chunks if c.states]) else None,
     )
 
 
@@ -193,4 +208,5 @@ def _batch_of_one(chunk: Chunk, block_size: int) -> Batch:
         next_prompt_ids=[chunk.next_prompt_ids],
         adapters=adapters_of([chunk.sequence.state.adapter]),
         embeds=[chunk.embeds],
+        states=batch_states([chunk.states]) if chunk.states else None,
     )

@@ -33,7 +33,7 @@ class HandoffFeed:
     def blocks_ready(self, sequence: PrefillSequence) -> None:
         """A chunk of it has been computed."""
         self._sender.blocks_ready(
-            sequence.key, sequence.blocks, self._num_final(sequence, sequence.num_computed)
+            sequence.key, sequence.handed_over, self._num_final(sequence, sequence.num_computed)
         )
 
     def layer_stride(self, step: PrefillStep) -> int:
@@ -53,7 +53,7 @@ class HandoffFeed:
         for chunk in step.chunks:
             sequence = chunk.sequence
             stop = self._num_final(sequence, chunk.end)
-            self._sender.layers_ready(sequence.key, sequence.blocks, stop, num_layers)
+            self._sender.layers_ready(sequence.key, sequence.handed_over, stop, num_layers)
 
     def finish(
         self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float
@@ -61,10 +61,11 @@ class HandoffFeed:
         """It is computed, and goes on there after this first token."""
         if self.stays_here(sequence):
             self._offer(sequence, now)
-        self._sender.finish(sequence.key, sequence.blocks, token, logprobs, now, sequence.num_cached_tokens)
+        blocks, num_cached_tokens = sequence.handed_over, sequence.num_cached_tokens
+        self._sender.finish(sequence.key, blocks, token, logprobs, now, num_cached_tokens)
 
     def _offer(self, sequence: PrefillSequence, now: float) -> None:
-        self._sender.offer(sequence.decode, sequence.spec, len(sequence.blocks), sequence.hashes, now)
+        self._sender.offer(sequence.decode, sequence.spec, len(sequence.handed_over), sequence.hashes, now)
 
     def _outgoing(self, step: PrefillStep) -> Iterator[tuple[Outgoing, int]]:
         """Yield the handoff of each chunk that has one, and how many blocks are final with the chunk."""
@@ -73,7 +74,7 @@ class HandoffFeed:
                 yield out, self._num_final(chunk.sequence, chunk.end)
 
     def _num_final(self, sequence: PrefillSequence, num_computed: int) -> int:
-        """The last block, which may be partial, only with the last token."""
-        return (
-            len(sequence.blocks) if num_computed == sequence.num_tokens else num_computed // self._block_size
-        )
+        """The last block, which may be partial, and its state only with the last token."""
+        if num_computed == sequence.num_tokens:
+            return len(sequence.handed_over)
+        return num_computed // self._block_size

@@ -18,7 +18,7 @@ the pool in this way while there are prompts for others: it slows its own reques
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -28,9 +28,11 @@ from ..engine.role_core import SizeLimit
 from ..engine.step.batch import SamplingState
 from ..transport.handoff.protocol import Key
 from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind, root_hash
-from ..transport.messages.messages import Peer, PeerId, RequestSpec, u32_array
+from ..transport.messages.messages import Peer, RequestSpec, u32_array
 from ..transport.messages.prompt_order import prompt_rank
 from .chunks import Chunk, PrefillSequence, PrefillStep, batch_of
+from .queue_pass import QueuePass
+from .states import StateCache, held_states
 
 STEPS_AT_BUDGET = 32  # steps after which a budget that lack of memory had cut is doubled
 
@@ -49,10 +51,12 @@ class PrefillScheduler:
         starving_s: float = 2.0,
         for_decode: Callable[[], int] | None = None,
         window: int = 0,
+        state_blocks: int = 0,
     ) -> None:
         """``for_decode``: how many blocks are to be left to the decode worker over the same blocks, which
         takes every prompt that is computed here; None: there is none. ``window``: the model's widest, in
-        tokens; 0: none."""
+        tokens; 0: none. ``state_blocks``: of each sequence's state; 0: the model has none."""
+        self._states = StateCache(blocks, state_blocks, block_size)
         self.blocks, self.block_size, self._window = blocks, block_size, window
         self.for_decode, self._kv_name = for_decode, kv_name
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
@@ -82,7 +86,11 @@ class PrefillScheduler:
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here."""
-        yield from (held(sequence.blocks) for sequence in (*self.running.values(), *self.pinned.values()))
+        for sequence in (*self.running.values(), *self.pinned.values()):
+            yield held(sequence.blocks)
+            yield from held_states(sequence.states)
+        chunks = (chunk.states for step in self._in_flight for chunk in step.chunks)
+        yield from (states.snapshot for states in chunks if states)
 
     def add(self, spec: RequestSpec, decode: Peer, now: float) -> PrefillSequence:
         """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to
@@ -115,12 +123,12 @@ class PrefillScheduler:
             sequence.cancelled = True
         else:
             self.running.pop(key, None)
-            self.blocks.release(sequence.blocks)
+            self._free(sequence)
 
     def unpin(self, key: Key) -> None:
         """The handoff of a computed prompt is over."""
         if key in self.pinned:
-            self.blocks.release(self.pinned.pop(key).blocks)
+            self._free(self.pinned.pop(key))
 
     def schedule(self, now: float, num_decode_rows: int = 0) -> PrefillStep | None:
         """The next step's chunks, or None where there is nothing to compute. New prompts are taken from
@@ -134,7 +142,7 @@ class PrefillScheduler:
         most = max(self._max_batch_tokens - num_decode_rows, min(self.block_size, self._max_batch_tokens))
         budget = min(self._budget.now, most)
         chunks: list[Chunk] = []
-        queue = _QueuePass(self, now) if self.waiting else None
+        queue = QueuePass(self, now) if self.waiting else None
         candidates = [*self.running.values(), *self.waiting.values()]
         if len(candidates) > 1:
             size, match, aging = self.block_size, self.blocks.match_prefix, self._aging
@@ -144,12 +152,12 @@ class PrefillScheduler:
                 break
             if queue is not None and sequence.key in self.waiting and not queue.starts(sequence):
                 continue
-            count = min(budget, sequence.unscheduled)
+            count = min(budget, sequence.until_branch)
             if count == 0 or sequence.cancelled or (sequence.alone and (chunks or num_decode_rows)):
                 continue
             if sequence.state.lacks_matcher and count == sequence.unscheduled and not sequence.scores_only:
                 continue  # nothing could be sampled yet
-            chunks.append(Chunk(sequence, sequence.num_scheduled, count))
+            chunks.append(self._chunk(sequence, count))
             sequence.num_scheduled += count
             sequence.num_steps += 1
             budget = 0 if sequence.alone else budget - count
@@ -200,6 +208,8 @@ class PrefillScheduler:
             sequence.num_scheduled = sequence.num_computed
             if sequence.cancelled:
                 self.drop(sequence.key)
+        for states in [chunk.states for chunk in step.chunks if chunk.states]:
+            self._states.release(states)
 
     def complete(self, step: PrefillStep) -> list[tuple[int, Chunk]]:
         """Books the oldest step in flight. Returns its chunks, each with its row; without those of sequences
@@ -215,12 +225,16 @@ class PrefillScheduler:
         sequence = chunk.sequence
         sequence.num_steps -= 1
         if sequence.cancelled:
+            if chunk.states:
+                self._states.release(chunk.states)
             self.drop(sequence.key)
             return False
         first, last = sequence.num_computed // self.block_size, chunk.end // self.block_size
         sequence.num_computed += chunk.count
         before = sequence.hashes[first - 1] if first else None
         self.blocks.commit_all(sequence.blocks[first:last], sequence.hashes[first:last], before)
+        if chunk.states:
+            self._states.book(sequence.states, chunk.states, sequence.hashes[last - 1] if last else None)
         self._release_behind_window(sequence)
         if chunk.is_last:
             del self.running[sequence.key]
@@ -232,15 +246,18 @@ class PrefillScheduler:
 
         Beside a decode worker some are left to it: those that its sequences may grow into, and a last,
         partial block for each prompt from here, which moves."""
-        left = self.for_decode() + len(self.running) + len(self.pinned) + 1 if self.for_decode else 0
+        left = self._left_to_decode(len(self.running) + len(self.pinned) + 1)
         usable = sequence.usable_hashes(self.block_size)
-        hits = self.blocks.match_prefix(usable)
+        cached_hashes = usable[: self.blocks.match_prefix(usable)]
+        hits = self._states.match(cached_hashes)
+        left += self._states.num_needed(usable[:hits])
         behind = num_behind(hits * self.block_size, self._window, self.block_size)
         total = -(-sequence.num_tokens // self.block_size)
         idle = self.blocks.num_idle_among(usable[behind:hits])
         if total - hits + left > self.blocks.num_available - idle:
             return False
         cached = self.blocks.acquire_prefix(usable[behind:hits])
+        sequence.states = self._states.begin(cached_hashes, hits)
         fresh = self.blocks.allocate(total - hits)
         assert fresh is not None, "room was checked"
         sequence.blocks = [NO_BLOCK] * behind + cached + fresh
@@ -252,49 +269,25 @@ class PrefillScheduler:
         self.started.append(sequence)
         return True
 
+    def _left_to_decode(self, num_prompts: int) -> int:
+        """Blocks to leave to the decode worker over the same ones, with so many prompts from here."""
+        each = 1 + 2 * self._states.num_blocks
+        return self.for_decode() + num_prompts * each if self.for_decode else 0
+
+    def _chunk(self, sequence: PrefillSequence, count: int) -> Chunk:
+        start, left = sequence.num_scheduled, self._left_to_decode(len(self.running) + len(self.pinned))
+        states = self._states.of_chunk(
+            sequence.states, sequence.num_steps, start, start + count, sequence.hashes, left
+        )
+        return Chunk(sequence, start, count, states)
+
+    def _free(self, sequence: PrefillSequence) -> None:
+        self.blocks.release(sequence.blocks)
+        self._states.free(sequence.states)
+
     def _release_behind_window(self, sequence: PrefillSequence) -> None:
         """No later chunk reads these blocks, and the decode worker wants none of them."""
         behind = num_behind(sequence.num_computed, self._window, self.block_size)
         if behind and (left := held(sequence.blocks[:behind])):
             self.blocks.release(left)
             sequence.blocks[:behind] = [NO_BLOCK] * behind
-
-
-class _QueuePass:
-    """One pass over the prompts that wait, most urgent first: which of them start."""
-
-    def __init__(self, scheduler: PrefillScheduler, now: float) -> None:
-        self._scheduler, self._now = scheduler, now
-        running, size = scheduler.running.values(), scheduler.block_size
-        self._computing = {block_hash for s in running if (block_hash := s.next_hash(size))}
-        self._crowding = self._crowding_peers()
-        self._starved = False  # a prompt that has waited too long gets the next blocks
-
-    def starts(self, sequence: PrefillSequence) -> bool:
-        """Start this prompt, unless it has to wait for blocks, its decode worker, cached blocks of another
-        worker, or another prompt that computes its next block."""
-        waits = self._starved or sequence.peer_id in self._crowding or self._now < sequence.prefix_by
-        if waits or self._being_computed(sequence):
-            return False
-        if not self._scheduler.start(sequence, self._now):
-            self._starved = self._now - sequence.arrival > self._scheduler.starving_s
-            return False
-        if block_hash := sequence.next_hash(self._scheduler.block_size):
-            self._computing.add(block_hash)
-        return True
-
-    def _being_computed(self, sequence: PrefillSequence) -> bool:
-        usable = sequence.usable_hashes(self._scheduler.block_size)
-        hits = self._scheduler.blocks.match_prefix(usable)
-        return hits < len(usable) and usable[hits] in self._computing
-
-    def _crowding_peers(self) -> set[PeerId]:
-        """Decode workers whose blocks, computed and not taken in, fill half of the pool while prompts for
-        others wait."""
-        scheduler = self._scheduler
-        if len({s.peer_id for s in scheduler.waiting.values()}) < 2:
-            return set()
-        kept: Counter[PeerId] = Counter()
-        for sequence in scheduler.pinned.values():
-            kept[sequence.peer_id] += len(held(sequence.blocks))
-        return {peer for peer, count in kept.items() if count >= scheduler.blocks.num_blocks // 2}

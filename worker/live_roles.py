@@ -47,6 +47,7 @@ class PrefillRole(PlayedRole):
             settings.max_num_seqs,
             for_decode=host.for_decode if host and host.mixed else None,
             window=identity.window,
+            state_blocks=identity.state_blocks,
         )
         self.core = PrefillCore(
             self._meet(),
@@ -74,6 +75,7 @@ class DecodeRole(PlayedRole):
         process, settings = self._process, self._settings
         model, identity = process.model, process.model.identity
         assert isinstance(settings, DecodeSettings)
+        num_drafts = 0 if identity.state_blocks else settings.num_speculative_tokens
         self.max_batch_tokens = settings.max_num_seqs
         scheduler = DecodeScheduler(
             process.blocks,
@@ -82,7 +84,8 @@ class DecodeRole(PlayedRole):
             model.max_model_len,
             model.eos_token_ids,
             window=identity.window,
-            drafts=Drafts(settings.num_speculative_tokens, CHEAP_ROWS[model.device_type]),
+            drafts=Drafts(num_drafts, CHEAP_ROWS[model.device_type]),
+            state_blocks=identity.state_blocks,
         )
         self.core = DecodeCore(
             self._meet(),

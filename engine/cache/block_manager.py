@@ -15,6 +15,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ...transport.messages.blocks import NO_BLOCK
+from ...transport.messages.messages import HASH_BYTES
 
 
 class CacheEvents:
@@ -44,6 +45,11 @@ class CacheEvents:
     def close(self) -> None:
         """Nobody will ask again."""
         self._close(self)
+
+
+def _is_public(name: bytes) -> bool:
+    """Whether it is a block's hash; longer names are this worker's own."""
+    return len(name) <= HASH_BYTES
 
 
 def has_spare(num_available: int, num_blocks: int) -> bool:
@@ -172,7 +178,7 @@ class BlockManager:
 
     def cached_hashes(self) -> list[bytes]:
         """Every hash that can be found here."""
-        return list(self._block_of)
+        return list(filter(_is_public, self._block_of))
 
     def watch(self) -> CacheEvents:
         """What is stored and removed from now on."""
@@ -182,7 +188,7 @@ class BlockManager:
 
     def _notify_watchers(self) -> None:
         for events in self._watchers:
-            events.note(self._stored, self._removed)
+            events.note(filter(_is_public, self._stored), filter(_is_public, self._removed))
         self._stored, self._removed = {}, {}
 
     def _evict(self, count: int) -> None:

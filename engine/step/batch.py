@@ -67,6 +67,28 @@ class SamplingState:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchStates:
+    """Where a batch's sequences have the states of layers without keys and values: ``StateInputs`` of
+    kernels/delta_net.py.
+
+    tables int32 [num_seqs, 3, blocks]
+    source int32 [num_seqs]
+    marks  int32 [num_seqs]
+    """
+
+    tables: NDArray[np.int32]
+    source: NDArray[np.int32]
+    marks: NDArray[np.int32]
+
+    def followed_by(self, other: BatchStates) -> BatchStates:
+        return BatchStates(
+            np.concatenate([self.tables, other.tables]),
+            np.concatenate([self.source, other.source]),
+            np.concatenate([self.marks, other.marks]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's input.
 
@@ -84,6 +106,7 @@ class Batch:
                                                   whose sampled token is the input; -1: in ``token_ids``
     adapters        one entry a sequence, or ()   see ``SamplingState.adapter``; (): none has one
     embeds          one entry a sequence, or ()   whether the hidden state of its last token is wanted
+    states          None: no layer has one
     """
 
     token_ids: NDArray[np.int32]
@@ -98,6 +121,7 @@ class Batch:
     fed_from: NDArray[np.int32] | None = None
     adapters: Seq[str] = ()
     embeds: Seq[bool] = ()
+    states: BatchStates | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -140,6 +164,7 @@ class Batch:
             fed_from=fed_from,
             adapters=adapters_of(self.adapters or [""] * num_rows, chunks.adapters or [""] * chunks.num_seqs),
             embeds=[*[False] * num_rows, *chunks.embeds],
+            states=self.states.followed_by(chunks.states) if self.states and chunks.states else None,
         )
 
 

@@ -47,7 +47,7 @@ class Rig:
         blocks = self.blocks.allocate(8)
         assert blocks is not None
         handoff = Handoff(spec=replace(SPEC, adapter="x"), lease=1, token=5, checksums=b"")
-        self.core._join(Join((7, 1), handoff, blocks, 0, 0.0, None), 0.0)
+        self.core._join(Join((7, 1), handoff, blocks, [], 0, 0.0, None), 0.0)
         actions = self.core.take(0.0)
         messages = [action.message for action in actions if isinstance(action, ToCoordinator)]
         return [message for message in messages if not isinstance(message, Load)]

@@ -23,8 +23,9 @@ class Incoming:
     GRANTED    blocks arrive; one that has arrived and whose checksum is known is checked
     COMPLETE   Handoff has come: joined once every block is verified; corrupt ones are put again, once
 
-    ``lease`` is 0 until granted. Positions count the prompt's blocks. Those below ``num_cached`` do not
-    travel: they are cached here, or lie below ``num_behind``, behind the sliding window, and have no block.
+    ``lease`` is 0 until granted. Positions count the prompt's blocks, and behind them those of its state.
+    Those below ``num_cached`` do not travel: they are cached here, or lie below ``num_behind``, behind the
+    sliding window, and have no block.
     """
 
     key: Key
@@ -42,6 +43,7 @@ class Incoming:
     mover: str = ""  # by which its writer puts
     grant: Grant | None = None
     blocks: list[int] = field(default_factory=list)
+    spare: list[int] = field(default_factory=list)  # for a second copy of its state
     num_cached: int = 0
     expires: float = 0.0
     handoff: Handoff | None = None
@@ -62,7 +64,7 @@ class Incoming:
     @property
     def held(self) -> list[int]:
         """The blocks that it holds here, in order."""
-        return self.blocks[self.num_behind :]
+        return self.blocks[self.num_behind :] + self.spare
 
     @property
     def num_travelling(self) -> int:
@@ -161,7 +163,7 @@ class Granting:
         lease_s: float,
     ) -> None:
         self._pool, self._room, self._secret, self._lease_s = pool, room, secret, lease_s
-        self._block_size, self._window = model.block_size, model.window
+        self._block_size, self._window, self._state = model.block_size, model.window, model.state_blocks
         self.waiting: OrderedDict[Key, Incoming] = OrderedDict()
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._next_lease = 1
@@ -176,6 +178,7 @@ class Granting:
         if offer.is_test:
             return None
         needed = self._num_blocks(offer.num_tokens) - self._num_behind(offer.num_tokens)
+        needed += 0 if offer.is_prefix else 2 * self._state
         reason, final = "", needed > self._pool.num_blocks
         if offer.epoch < self._epochs.get(offer.request_id, -1):
             reason, final = "a newer epoch is known here", False
@@ -214,8 +217,10 @@ class Granting:
         del self.waiting[incoming.key]
         behind = incoming.num_behind
         cached = self._pool.acquire_prefix(incoming.hashes[behind:])
-        fresh = self._pool.allocate(self._num_blocks(incoming.num_tokens) - behind - len(cached))
+        state = self._num_state_blocks(incoming)
+        fresh = self._pool.allocate(self._num_blocks(incoming.num_tokens) - behind - len(cached) + 2 * state)
         assert fresh is not None, "room was checked"
+        incoming.spare, fresh = fresh[len(fresh) - state :], fresh[: len(fresh) - state]
         incoming.blocks, incoming.num_cached = [NO_BLOCK] * behind + cached + fresh, behind + len(cached)
         incoming.lease = _lease_bits(incarnation) << 32 | self._next_lease
         self._next_lease += 1
@@ -242,10 +247,15 @@ class Granting:
         hits = self._pool.match_prefix(hashes)
         idle = self._pool.num_idle_among(hashes[:hits])
         needed = self._num_blocks(incoming.num_tokens) - incoming.num_behind - hits + headroom
+        needed += 2 * self._num_state_blocks(incoming)
         return needed <= self._pool.num_available - idle
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+    def _num_state_blocks(self, incoming: Incoming) -> int:
+        """Blocks of one copy of its state; a sequence that runs has two."""
+        return 0 if incoming.is_test or incoming.is_prefix else self._state
 
     def _num_behind(self, num_tokens: int) -> int:
         return num_behind(num_tokens, self._window, self._block_size)

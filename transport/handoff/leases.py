@@ -110,6 +110,7 @@ class LeaseTable:
                 incoming.key,
                 handoff,
                 incoming.blocks,
+                incoming.spare,
                 incoming.num_cached - behind,
                 handoff.since_s + now - incoming.handoff_at,
                 hashes[-1] if hashes else None,

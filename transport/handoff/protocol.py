@@ -232,11 +232,14 @@ class Verify(NamedTuple):
 
 
 class Join(NamedTuple):
-    """The handoff is complete: the blocks now belong to this sequence."""
+    """The handoff is complete: the blocks now belong to this sequence.
+
+    ``blocks``: of its tokens, and behind them of its state; ``spare``: for a second copy of that."""
 
     key: Key
     handoff: Handoff
     blocks: list[int]
+    spare: list[int]
     num_cached_blocks: int
     transfer_s: float
     last_hash: bytes | None  # of the last full block, if there is one

@@ -191,6 +191,7 @@ class ModelIdentity(Message, frozen=True, kw_only=True):
     dtype: Name  # that the model computes in
     numerics: Name = "fast"  # or which exact kernels: bits agree only among the same
     window: Count = 0  # tokens that a token attends to at most, in any layer; 0: no bound
+    state_blocks: Count = 0  # for a sequence's state, of layers that have no keys and values; 0: none has one
     kv_name: Name  # all that decides the bytes of KV: weights, quantisation, rope, types, numerics
     revision: Annotated[str, Meta(max_length=256)] = ""  # all files, also template and defaults
     block_size: Annotated[int, Meta(ge=1, le=4096)]

@@ -1,0 +1,139 @@
+"""The states of prompts, of a model some of whose layers have no keys and values but a state of all tokens so
+far. Pure.
+
+A state lies in blocks of the KV pool. A prompt has two copies: a chunk reads the one and writes the other, so
+that a step that fails can be computed again. The state after a chunk's last full block stays in the prefix
+cache as a *snapshot*, in blocks whose names follow from that block's hash: a later prompt begins behind the
+longest prefix that has one. Cached blocks with no snapshot at their end are computed again, and get one: the
+next prompt with the same beginning begins there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ..engine.cache.block_manager import BlockManager
+from ..engine.step.batch import BatchStates
+
+NO_STATE = -1  # see kernels/delta_net.py
+
+
+@dataclass(slots=True)
+class PromptStates:
+    """One prompt's. ``copies``: none where the model has no states."""
+
+    copies: tuple[list[int], list[int]] = ([], [])
+    cached: list[int] = field(default_factory=list)  # the snapshot from which its first chunk goes on
+    branch: int = 0  # so many tokens are cached, with a snapshot of fewer
+    num_booked: int = 0  # chunks
+
+    def newest(self, num_in_flight: int) -> list[int]:
+        """The copy that the last chunk writes."""
+        return self.copies[(self.num_booked + num_in_flight - 1) % 2]
+
+
+class ChunkStates(NamedTuple):
+    """``snapshot`` gets the state after ``mark`` tokens of the chunk; none where it is empty."""
+
+    read: list[int]
+    write: list[int]
+    snapshot: list[int]
+    mark: int
+
+
+class StateCache:
+    """The states of a worker's prompts, ``num_blocks`` blocks each; 0: the model has none."""
+
+    def __init__(self, blocks: BlockManager, num_blocks: int, block_size: int) -> None:
+        self._blocks, self.num_blocks, self._block_size = blocks, num_blocks, block_size
+
+    def names(self, block_hash: bytes) -> list[bytes]:
+        """Those of the snapshot behind this block. They are longer than hashes, and known to this worker
+        alone."""
+        return [block_hash + i.to_bytes(2, "little") for i in range(self.num_blocks)]
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many of these blocks, which are all here, have a snapshot behind them."""
+        if not self.num_blocks:
+            return len(hashes)
+        last = (self.num_blocks - 1).to_bytes(2, "little")  # evicted first
+        for count in range(len(hashes), 0, -1):
+            if self._blocks.match_prefix([hashes[count - 1] + last]) and self._is_whole(hashes[count - 1]):
+                return count
+        return 0
+
+    def begin(self, hashes: Sequence[bytes], num_matched: int) -> PromptStates:
+        """Those of a prompt that goes on behind ``num_matched`` of these blocks, which are all here. Room for
+        two copies was checked."""
+        if not self.num_blocks:
+            return PromptStates()
+        cached = self._blocks.acquire_prefix(self.names(hashes[num_matched - 1])) if num_matched else []
+        both = self._blocks.allocate(2 * self.num_blocks)
+        assert both is not None, "room was checked"
+        branch = len(hashes) * self._block_size if len(hashes) > num_matched else 0
+        return PromptStates((both[: self.num_blocks], both[self.num_blocks :]), cached, branch)
+
+    def num_needed(self, hashes: Sequence[bytes]) -> int:
+        """How many fewer blocks ``begin`` with these leaves available."""
+        cached = self._blocks.num_idle_among(self.names(hashes[-1])) if hashes and self.num_blocks else 0
+        return 2 * self.num_blocks + cached
+
+    def of_chunk(
+        self, states: PromptStates, num_in_flight: int, start: int, end: int, hashes: list[bytes], left: int
+    ) -> ChunkStates | None:
+        """Those of a prompt's next chunk. It gets a snapshot, unless there is one, or there are no more than
+        ``left`` blocks beside."""
+        if not self.num_blocks:
+            return None
+        number = states.num_booked + num_in_flight
+        read = states.copies[(number - 1) % 2] if number else states.cached
+        num_full, snapshot = end // self._block_size, None
+        mark = num_full * self._block_size - start
+        has_room = self.num_blocks + left <= self._blocks.num_available
+        if mark > 0 and has_room and not self._is_whole(hashes[num_full - 1]):
+            snapshot = self._blocks.allocate(self.num_blocks)
+        return ChunkStates(read, states.copies[number % 2], snapshot or [], mark if snapshot else 0)
+
+    def book(self, states: PromptStates, chunk: ChunkStates, block_hash: bytes | None) -> None:
+        """The chunk has been computed; ``block_hash``: of its last full block, which is cached by now."""
+        states.num_booked += 1
+        self._blocks.release(states.cached)
+        states.cached = []
+        if chunk.snapshot and block_hash is not None:
+            parent = block_hash
+            for block, name in zip(chunk.snapshot, self.names(block_hash), strict=True):
+                self._blocks.commit(block, name, parent)
+                parent = name
+        self.release(chunk)
+
+    def release(self, chunk: ChunkStates) -> None:
+        """The chunk is over, or has not been computed."""
+        self._blocks.release(chunk.snapshot)
+
+    def free(self, states: PromptStates) -> None:
+        """The prompt is over here."""
+        for blocks in held_states(states):
+            self._blocks.release(blocks)
+        states.copies, states.cached = ([], []), []
+
+    def _is_whole(self, block_hash: bytes) -> bool:
+        return self._blocks.match_prefix(self.names(block_hash)) == self.num_blocks
+
+
+def held_states(states: PromptStates) -> list[list[int]]:
+    """The blocks that are referenced for a prompt, but for the snapshots of its chunks."""
+    return [*states.copies, states.cached]
+
+
+def batch_states(chunks: Sequence[ChunkStates]) -> BatchStates:
+    """Those of a batch of these chunks."""
+    rows = [[c.read or c.write, c.write, c.snapshot or c.write] for c in chunks]
+    return BatchStates(
+        np.array(rows, np.int32),
+        np.array([0 if c.read else NO_STATE for c in chunks], np.int32),
+        np.array([c.mark for c in chunks], np.int32),
+    )
