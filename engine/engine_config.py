@@ -98,4 +98,5 @@ def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int, device:
         max_num_seqs=max(engine.max_decode_seqs, LEAST_SEQS) if device.type == "cpu" else None,
         num_blocks=engine.settings.num_blocks,
         num_bytes=None if gib is None else int(gib * 2**30),
+        state_blocks=layout.state_blocks,
     )

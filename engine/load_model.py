@@ -103,6 +103,7 @@ def _computing_model(
             dtype=str(loaded.dtype).removeprefix("torch."),
             numerics=loaded.numerics,
             window=loaded.config.window,
+            state_blocks=loaded.layout.state_blocks,
             kv_name=loaded.kv_name,
             revision=loaded.revision,
             block_size=loaded.layout.block_size,

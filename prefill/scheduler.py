@@ -77,6 +77,11 @@ class PrefillScheduler:
         return sum(s.remaining for s in unfinished if s.key[0] != but_of)
 
     @property
+    def fixed_blocks(self) -> int:
+        """Blocks that a prompt needs however long it is."""
+        return 2 * self._states.num_blocks
+
+    @property
     def held(self) -> list[Key]:
         return [*self.waiting, *self.running, *self.pinned]
 
@@ -271,7 +276,7 @@ class PrefillScheduler:
 
     def _left_to_decode(self, num_prompts: int) -> int:
         """Blocks to leave to the decode worker over the same ones, with so many prompts from here."""
-        each = 1 + 2 * self._states.num_blocks
+        each = 1 + self.fixed_blocks
         return self.for_decode() + num_prompts * each if self.for_decode else 0
 
     def _chunk(self, sequence: PrefillSequence, count: int) -> Chunk:

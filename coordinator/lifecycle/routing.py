@@ -90,7 +90,8 @@ def prefix_source(
     """Return a worker that has enough more of the prompt cached than the one that computes it: ``least``
     tokens; 0: nothing is pulled."""
     size = prefill.block_size
-    if not least or request.num_tokens <= least or prefill.window or request.needs_prompt_logprobs:
+    no_use = prefill.sends_no_prefix or request.needs_prompt_logprobs
+    if not least or request.num_tokens <= least or no_use:
         return None
     if request.first_hash(prefill) not in cache:
         return None

@@ -100,6 +100,7 @@ class WorkerRecord:
     role: Role = field(init=False)
     block_size: int = field(init=False)
     window: int = field(init=False)
+    fixed_blocks: int = field(init=False)  # of each sequence, however long: two copies of its state
     max_num_seqs: int = field(init=False)
     max_batch_tokens: int = field(init=False)
     num_blocks: int = field(init=False)
@@ -121,11 +122,13 @@ class WorkerRecord:
         self.process = hello.process, hello.pid
         self.peer = Peer(worker_id=hello.worker_id, incarnation=hello.incarnation, address=hello.peer_address)
         self.role, self.block_size, self.window = hello.role, hello.model.block_size, hello.model.window
+        self.fixed_blocks = 2 * hello.model.state_blocks
         self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
         self.num_blocks, self.blocks_reported = max(1, hello.num_blocks), hello.num_blocks
         self.max_model_len = hello.max_model_len
         if hello.mixed:  # between its roles a prompt's last block moves, and is there twice
-            self.max_model_len = min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
+            most = self.num_blocks - 1 - 2 * self.fixed_blocks
+            self.max_model_len = min(self.max_model_len, most * self.block_size)
         self.is_mixed = hello.mixed and not hello.home
         self.is_reserve = hello.home not in ("", hello.role)
         self._update()
@@ -217,7 +220,7 @@ class WorkerRecord:
         half of the rows and of the blocks."""
         num_rows = len(self.dispatches) + self.num_others
         if self.is_reserve:
-            num_blocks = self.blocks_reported - self.pending_blocks - self.num_blocks // 2
+            num_blocks = self.blocks_reported - self.pending_blocks - self.num_blocks // 2 - self.fixed_blocks
             return (
                 max(NO_ROOM, num_blocks * self.block_size) if num_rows < self.max_num_seqs // 2 else NO_ROOM
             )
@@ -225,7 +228,7 @@ class WorkerRecord:
             return UNLIMITED  # an idle worker itself refuses what never fits, with the reason
         if num_rows >= self.max_num_seqs:
             return NO_ROOM
-        num_blocks = self.blocks_reported - self.pending_blocks - 1
+        num_blocks = self.blocks_reported - self.pending_blocks - 1 - self.fixed_blocks
         if self.window and num_blocks >= self.window // self.block_size + 2:
             return UNLIMITED
         return max(NO_ROOM, num_blocks * self.block_size)
@@ -243,11 +246,17 @@ class WorkerRecord:
         return -self.share_left(self.blocks_for(num_tokens))
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that a sequence's next token attends to."""
-        num_blocks = -(-num_tokens // self.block_size)
+        """Return the number of blocks that a sequence's next token attends to, and those of its state."""
+        num_blocks = -(-num_tokens // self.block_size) + self.fixed_blocks
         return (
             num_blocks - num_behind(num_tokens, self.window, self.block_size) if self.window else num_blocks
         )
+
+    @property
+    def sends_no_prefix(self) -> bool:
+        """Whether other workers' cached blocks are of no use: behind a window they are not kept, and blocks
+        alone, without the state behind them, are none."""
+        return bool(self.window or self.fixed_blocks)
 
     def match_prefix(self, hashes: list[bytes]) -> int:
         """Return how many leading blocks of a prompt this worker has cached: one that has a block has all

@@ -37,11 +37,20 @@ class KVCacheLayout:
     head_dim: int
     dtype: torch.dtype
     planes: int = 2
+    state_blocks: int = 0  # for the state of a sequence's layers without keys and values
 
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVCacheLayout:
+        """Raises ModelConfigError where such blocks cannot hold the model's states."""
+        states = config.states
         return cls(
-            config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype, config.kv_planes
+            config.num_cache_layers,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype,
+            config.kv_planes,
+            states.num_blocks(block_size, dtype.itemsize) if states is not None else 0,
         )
 
     @property

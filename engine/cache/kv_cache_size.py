@@ -39,13 +39,19 @@ class KVCacheWish:
     max_num_seqs: int | None = 64  # None: as many as there is room for
     num_blocks: int | None = None
     num_bytes: int | None = None
+    state_blocks: int = 0  # of a sequence's state; it has two copies
+
+    @property
+    def fixed_blocks(self) -> int:
+        """Blocks that a sequence needs however long it is."""
+        return 2 * self.state_blocks
 
 
 def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:
     """Lowers ``max_model_len`` where none was set and the model's own does not fit. Raises OutOfMemoryError
     where one that was set does not fit, or next to nothing does."""
     length = wish.max_model_len or wish.model_len
-    needed = -(-length // wish.block_size)
+    needed = -(-length // wish.block_size) + wish.fixed_blocks
     if wish.num_blocks is not None or wish.num_bytes is not None:
         num_blocks, shortest = wish.num_blocks or (wish.num_bytes or 0) // wish.block_bytes, wish.block_size
         more = "raise --kv-cache-gib or --num-blocks"
@@ -60,7 +66,7 @@ def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:
         )
     if num_blocks >= needed:
         return KVCacheSize(num_blocks, length)
-    lowered = num_blocks * wish.block_size
+    lowered = max(0, num_blocks - wish.fixed_blocks) * wish.block_size
     if wish.max_model_len is not None:
         raise OutOfMemoryError(
             f"the KV cache holds {num_blocks} blocks of {wish.block_bytes / 2**10:.0f} KiB, but one sequence "

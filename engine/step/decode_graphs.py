@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.delta_net import PADDING, StateInputs
 from ..device import send
 from ..errors import OutOfMemoryError, is_out_of_memory
 from ..model.decoder import AttentionMetadata
@@ -76,9 +77,15 @@ class StepBuffers:
     kernels/gpu/step_inputs.py then derives the inputs from (``advance``, the first kernel of each graph)."""
 
     def __init__(
-        self, num_rows: int, max_blocks: int, block_size: int, device: torch.device, adapted: bool = False
+        self,
+        num_rows: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        adapted: bool = False,
+        state_blocks: int = 0,
     ) -> None:
-        """``adapted``: rows may have adapters."""
+        """``adapted``: rows may have adapters. ``state_blocks``: of a sequence's state; 0: there is none."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -99,6 +106,11 @@ class StepBuffers:
         if adapted:
             self._adapters = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
         self._adapters_there: NDArray[np.int32] = np.full(num_rows, -1, np.int32)
+        self._states: StateInputs | None = None
+        if state_blocks:
+            tables = zeros(num_rows, 3, state_blocks)
+            self._states = StateInputs(self._query_start_loc, tables, zeros(num_rows), zeros(num_rows))
+        self._states_there: NDArray[np.int32] = np.zeros((num_rows, 3, state_blocks), np.int32)
         self._last: Tensor | None = None  # the tokens sampled by the step whose lengths are on the device
 
     def fill(self, batch: Batch | None, num_rows: int, sampled_last: Tensor | None = None) -> None:
@@ -135,6 +147,13 @@ class StepBuffers:
             self._adapters[: len(slots)].copy_(send(torch.from_numpy(slots), self._adapters.device))
             there[:] = slots
 
+    def send_states(self, tables: NDArray[np.int32]) -> None:
+        """Send ``StateInputs.tables`` of the first rows. A sequence's change when it joins."""
+        n = len(tables)
+        if self._states is not None and not np.array_equal(self._states_there[:n], tables):
+            self._states.tables[:n].copy_(send(torch.from_numpy(tables), self._states.tables.device))
+            self._states_there[:n] = tables
+
     def advance(self, num_rows: int) -> None:
         """Derive the inputs of the first ``num_rows`` rows from the words that ``fill`` has sent."""
         from ...kernels.gpu.step_inputs import advance  # which needs Triton
@@ -143,6 +162,9 @@ class StepBuffers:
             self._packed, self._sampled, self._accepted, self._token_ids, self._positions, self._seq_lens,
             self._slots, self._tables, num_rows, self._block_size,
         )  # fmt: skip
+        if self._states is not None:  # of p tokens it is copy p % 2, see decode/sequences.py
+            copies = torch.where(self._seq_lens > 0, self._positions % 2, PADDING)
+            self._states.source.copy_(copies)
 
     def sampled(self, tokens: Tensor) -> None:
         """The step that was filled last has run, and sampled ``tokens``."""
@@ -152,6 +174,7 @@ class StepBuffers:
         """Send everything with the next step: this one may have failed halfway."""
         self._tables_there.fill(UNKNOWN)
         self._adapters_there.fill(UNKNOWN)
+        self._states_there.fill(UNKNOWN)
         self._last = None
 
     def inputs(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
@@ -161,8 +184,12 @@ class StepBuffers:
         )
         starts = self._query_start_loc[: num_rows + 1]
         adapters = None if self._adapters is None else self._adapters[:num_rows]
+        states = self._states
+        if states is not None:
+            rows = states.tables[:num_rows], states.source[:num_rows], states.marks[:num_rows]
+            states = StateInputs(starts, *rows)
         return self._token_ids[:num_rows], AttentionMetadata(
-            positions, starts, seq_lens, tables, slots, max_query_len=None, adapters=adapters
+            positions, starts, seq_lens, tables, slots, max_query_len=None, adapters=adapters, states=states
         )
 
 
@@ -179,10 +206,13 @@ class DecodeGraphs:
         device: torch.device,
         record: Recorder,
         adapted: bool = False,
+        state_blocks: int = 0,
     ) -> None:
-        """``adapted``: see ``StepBuffers``."""
+        """``adapted``, ``state_blocks``: see ``StepBuffers``."""
         self._buckets = buckets_up_to(max_num_seqs)
-        self._buffers = StepBuffers(self._buckets[-1], max_blocks, block_size, device, adapted)
+        self._buffers = StepBuffers(
+            self._buckets[-1], max_blocks, block_size, device, adapted, state_blocks
+        )
         self._buffers.fill(None, 1)
         self._replays: dict[int, Replay] = {}
         start = time.monotonic()
@@ -226,6 +256,8 @@ class DecodeGraphs:
             self._buffers.fill(batch, size, sampled_last)
             if slots is not None:
                 self._buffers.send_adapters(slots)
+            if batch.states is not None:
+                self._buffers.send_states(batch.states.tables)
             logits = self._replays[size]()[:n]
         except Exception:
             self._buffers.forget()

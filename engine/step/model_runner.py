@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -23,6 +23,7 @@ from ..model.decoder import AttentionMetadata
 from ..ranks.threads import AllRanks, written_by_all
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
+from .metadata import attention_metadata, metadata_arrays
 from .prefill_graphs import PrefillGraphs
 from .sampler import SampledRows, Sampler, StepLogits, prompt_logprobs
 from .step_thread import OnLayer
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .device_sampler import DeviceSampler
 
 T = TypeVar("T")
-METADATA = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_mapping")
 NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
 Embeddings = Callable[[], dict[int, NDArray[np.float32]]]
 NO_EMBEDDINGS: Embeddings = dict
@@ -75,10 +75,11 @@ class ModelRunner:
                     self.kv_cache.layout.block_size,
                     self.device,
                     record,
-                    adapted=self.loaded.adapters is not None,
+                    self.loaded.adapters is not None,
+                    self.loaded.layout.state_blocks,
                 )
                 self.phases.done("decode graphs")
-            if most := self._max_prefill_tokens:
+            if (most := self._max_prefill_tokens) and not self.loaded.layout.state_blocks:
                 self._prefill_graphs = PrefillGraphs(
                     model, pool, vocab_size, most, max_blocks, record, self.loaded.adapters is not None
                 )
@@ -180,9 +181,11 @@ class ModelRunner:
 
     def _warm_up(self, lengths: Sequence[int]) -> None:
         block_size = self.kv_cache.layout.block_size
-        most = min(self.max_model_len, self.kv_cache.num_blocks * block_size) - 1
+        state_blocks = self.loaded.layout.state_blocks
+        most = min(self.max_model_len, (self.kv_cache.num_blocks - 2 * state_blocks) * block_size) - 1
         many = many_seqs(self._max_step_seqs) if self.device.type == "cuda" and block_size > 1 else ()
-        run_first_steps(self.execute, [min(length, most) for length in lengths], block_size, many)
+        lengths = [min(length, most) for length in lengths]
+        run_first_steps(self.execute, lengths, block_size, many, state_blocks)
         self.phases.done("warm-up")
         if self.device.type == "cuda" and (self._max_decode_seqs or self._max_prefill_tokens):
             alone = len(self.ranks) == 1
@@ -198,7 +201,7 @@ class ModelRunner:
     ) -> tuple[Tensor, AttentionMetadata, Tensor, Tensor]:
         """In one copy: token ids int32 [num_tokens], with those that the step before has sampled for them;
         metadata; and as indices the token rows ``rows`` and the sequences ``sampled``."""
-        arrays = {name: getattr(batch, name) for name in (*METADATA, "token_ids", "fed_from")}
+        arrays = metadata_arrays(batch) | {"token_ids": batch.token_ids, "fed_from": batch.fed_from}
         arrays |= {"rows": np.array(rows, np.int64), "sampled": np.array(sampled, np.int64)}
         arrays["adapters"] = slots
         columns = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
@@ -270,13 +273,6 @@ def _embeddings(rows: Sequence[int], hidden: Tensor) -> Embeddings:
 
 def _nobody(num_layers: int) -> None:
     pass
-
-
-def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:
-    """``sent``: the batch's METADATA on the device."""
-    longest = 1 if batch.num_tokens == batch.num_seqs else int(np.diff(batch.query_start_loc).max())
-    columns = {name: sent[name] for name in METADATA}
-    return AttentionMetadata(max_query_len=longest, adapters=sent.get("adapters"), **columns)
 
 
 def _no_tokens(

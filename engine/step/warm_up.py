@@ -4,13 +4,14 @@ then there."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...transport.messages.messages import SamplingParams
 from ..errors import OutOfMemoryError, is_out_of_memory
-from .batch import Batch, SamplingState, StepOutput
+from .batch import Batch, BatchStates, SamplingState, StepOutput
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 MANY_SEQS = 65
@@ -42,14 +43,17 @@ def run_first_steps(
     lengths: Sequence[int],
     block_size: int,
     num_seqs: Sequence[int] = (),
+    state_blocks: int = 0,
 ) -> None:
     """Prompts of these lengths, the shortest first, decode steps, and mixed steps of ``num_seqs`` sequences,
-    all in the pool's first blocks. Raises OutOfMemoryError."""
+    all in the pool's first blocks. ``state_blocks``: of each sequence's state. Raises OutOfMemoryError."""
     shortest = min(lengths)
     steps = [_in_first_blocks(0, length, block_size, GREEDY) for length in sorted(set(lengths))]
     steps += (_in_first_blocks(shortest, shortest + 1, block_size, params) for params in WAYS_TO_SAMPLE)
     steps += map(_mixed, num_seqs)
     for batch in steps:
+        if state_blocks:
+            batch = replace(batch, states=states_behind(batch, state_blocks))
         try:
             execute(batch)
         except Exception as error:
@@ -70,6 +74,20 @@ def many_seqs(most: int) -> list[int]:
         sizes.append(size)
         size = 2 * size - 1
     return sizes
+
+
+def states_behind(batch: Batch, count: int, shared: bool = True) -> BatchStates:
+    """States of ``count`` blocks in the pool's blocks behind those of the batch's tokens. ``shared``: of all
+    sequences in the same ones."""
+    num_seqs, first = batch.num_seqs, int(batch.block_tables.max()) + 1
+    at = np.zeros(num_seqs, np.int32) if shared else 2 * count * np.arange(num_seqs, dtype=np.int32)
+    copies = at[:, None] + np.arange(first, first + 2 * count, dtype=np.int32)
+    begins = batch.positions[batch.query_start_loc[:-1]] == 0
+    return BatchStates(
+        np.concatenate([copies, copies[:, :count]], axis=1).reshape(num_seqs, 3, count),
+        np.where(begins, -1, 0).astype(np.int32),
+        np.zeros(num_seqs, np.int32),
+    )
 
 
 def _in_first_blocks(start: int, stop: int, block_size: int, params: SamplingParams) -> Batch:
