@@ -40,6 +40,16 @@ def check_formats(settings: WorkerSettings, config: ModelConfig, device: torch.d
             "heads whose size differs by layer (Gemma 4) have no KV cache in float8 or int8: leave out "
             "--kv-dtype"
         )
+    if config.states is not None:
+        for option, given in {
+            "kv-dtype": settings.kv_dtype != "auto",
+            "kv-store": bool(settings.kv_store),
+            "lora-folder": settings.lora_folder is not None,
+        }.items():
+            if given:
+                raise ModelConfigError(
+                    f"--{option} is not there yet for models with linear attention: leave it out"
+                )
     if config.quantisation is not None and settings.quantization != "none":
         raise ModelConfigError("the checkpoint is quantised already: leave out --quantization")
     if config.quantisation is not None and config.quantisation.named and device.type != "cpu":

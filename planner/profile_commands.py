@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from ..engine.latency_profile import Contention, Memory, Numerics, Power, Profile, Residuals
 from ..engine.settings import ComputeSettings, WorkerSettings
 from ..traces.console import figures_table, result_console
+from .errors import PlannerError
 from .profile.design import Bounds, experiments
 from .profile.imported import imported
 from .profile.published import import_published
@@ -143,6 +144,11 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     model = load_model(
         worker, max_decode_seqs=settings.max_num_seqs, prefill_tokens=lambda _: settings.max_batch_tokens
     )
+    if model.identity.state_blocks:
+        raise PlannerError(
+            "a model with linear attention cannot be profiled yet: the planner knows no memory that a "
+            "sequence takes however long it is"
+        )
     start_s = time.time() - psutil.Process().create_time()
     block_size, block_bytes = model.identity.block_size, model.identity.block_bytes
     ranks = settings.tensor_parallel_size

@@ -75,7 +75,6 @@ class DecodeRole(PlayedRole):
         process, settings = self._process, self._settings
         model, identity = process.model, process.model.identity
         assert isinstance(settings, DecodeSettings)
-        num_drafts = 0 if identity.state_blocks else settings.num_speculative_tokens
         self.max_batch_tokens = settings.max_num_seqs
         scheduler = DecodeScheduler(
             process.blocks,
@@ -84,7 +83,7 @@ class DecodeRole(PlayedRole):
             model.max_model_len,
             model.eos_token_ids,
             window=identity.window,
-            drafts=Drafts(num_drafts, CHEAP_ROWS[model.device_type]),
+            drafts=Drafts(settings.num_speculative_tokens, CHEAP_ROWS[model.device_type]),
             state_blocks=identity.state_blocks,
         )
         self.core = DecodeCore(

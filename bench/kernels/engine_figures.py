@@ -21,7 +21,7 @@ from ...engine.model.decoder import AttentionMetadata, DecoderModel
 from ...engine.model.layers import LayerLoader, TensorSource
 from ...engine.step.batch import Batch
 from ...engine.step.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
-from ...engine.step.model_runner import METADATA, attention_metadata
+from ...engine.step.metadata import attention_metadata, metadata_arrays
 from ...engine.step.prefill_graphs import PrefillGraphs
 from ...kernels.cuda import CudaKernels
 from ...kernels.gpu.attention_tiles import TileShape
@@ -235,7 +235,8 @@ class BareEngine:
     def step_logits(self, batch: Batch) -> Tensor:
         """float32 [num_seqs, vocab_size] of each sequence's last token; not by a graph."""
         with torch.inference_mode():
-            sent = {name: torch.from_numpy(getattr(batch, name)).to(self._device) for name in METADATA}
+            arrays = metadata_arrays(batch)
+            sent = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
             metadata = attention_metadata(batch, sent)
             last = torch.from_numpy(batch.query_start_loc[1:] - 1).to(self._device, torch.int64)
             ids = torch.from_numpy(batch.token_ids).to(self._device)

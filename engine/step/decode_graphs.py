@@ -210,9 +210,7 @@ class DecodeGraphs:
     ) -> None:
         """``adapted``, ``state_blocks``: see ``StepBuffers``."""
         self._buckets = buckets_up_to(max_num_seqs)
-        self._buffers = StepBuffers(
-            self._buckets[-1], max_blocks, block_size, device, adapted, state_blocks
-        )
+        self._buffers = StepBuffers(self._buckets[-1], max_blocks, block_size, device, adapted, state_blocks)
         self._buffers.fill(None, 1)
         self._replays: dict[int, Replay] = {}
         start = time.monotonic()

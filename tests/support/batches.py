@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from splitserve.engine.step.batch import Batch, SamplingState, adapters_of
 from splitserve.engine.step.constraint import TokenMatcher
-from splitserve.engine.step.model_runner import METADATA, ModelRunner, attention_metadata
+from splitserve.engine.step.metadata import attention_metadata, metadata_arrays
+from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.transport.messages.messages import SamplingParams
 
 
@@ -91,7 +92,8 @@ def hidden_states(
     runner: ModelRunner, batch: Batch, on_layer: Callable[[int], None] | None = None
 ) -> torch.Tensor:
     """Return the hidden states of all the batch's tokens [num_tokens, hidden_size], after the last layer."""
-    sent = {name: torch.from_numpy(getattr(batch, name)) for name in (*METADATA, "token_ids")}
+    arrays = metadata_arrays(batch) | {"token_ids": batch.token_ids}
+    sent = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return runner._model.forward(
         sent["token_ids"], attention_metadata(batch, sent), runner.kv_cache.pool, None, on_layer
     )

@@ -25,8 +25,9 @@ from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine import loaded_model
 from splitserve.engine.model.decoder import AttentionMetadata
 from splitserve.engine.model.ranks import ALONE
-from splitserve.engine.step import model_runner, prefill_graphs
+from splitserve.engine.step import prefill_graphs
 from splitserve.engine.step.batch import Batch, StepOutput
+from splitserve.engine.step.metadata import METADATA
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.engine.step.prefill_graphs import MAX_SEQS, PrefillGraphs, PrefillInputs
 from splitserve.kernels.cuda import CudaKernels
@@ -289,7 +290,7 @@ def test_a_step_that_embeds_runs_layer_by_layer(tmp_path: Path, monkeypatch: pyt
 
 def test_inputs_lie_where_the_kernels_of_launched_steps_can_read_them() -> None:
     token_ids, metadata, rows = PrefillInputs(96, MAX_SEQS, 5, torch.device("cpu")).views(40, 9)
-    columns = (token_ids, rows, *(getattr(metadata, name) for name in model_runner.METADATA))
+    columns = (token_ids, rows, *(getattr(metadata, name) for name in METADATA))
     assert {(column.data_ptr() - columns[-1].data_ptr()) % 16 for column in columns} == {0}
 
 
