@@ -46,7 +46,7 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True, slots=True)
 class StateInputs:
-    """Where a step's sequences have the states of their layers.
+    """The places of the states of a step's sequences.
 
     query_start_loc int32 [num_seqs + 1]
     tables          int32 [num_seqs, 3, blocks]  blocks of the pool: two copies of the state, and a snapshot
