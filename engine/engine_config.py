@@ -40,6 +40,11 @@ def check_formats(settings: WorkerSettings, config: ModelConfig, device: torch.d
             "heads whose size differs by layer (Gemma 4) have no KV cache in float8 or int8: leave out "
             "--kv-dtype"
         )
+    if config.delta_net is not None and settings.kv_dtype != "auto":
+        raise ModelConfigError(
+            "models with linear attention have no KV cache in float8 or int8, which cannot hold states: "
+            "leave out --kv-dtype"
+        )
     if config.quantisation is not None and settings.quantization != "none":
         raise ModelConfigError("the checkpoint is quantised already: leave out --quantization")
     if config.quantisation is not None and config.quantisation.named and device.type != "cpu":

@@ -41,7 +41,7 @@ class KVCacheLayout:
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVCacheLayout:
         return cls(
-            config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype, config.kv_planes
+            config.num_cache_layers, block_size, config.num_kv_heads, config.head_dim, dtype, config.kv_planes
         )
 
     @property

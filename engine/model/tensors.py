@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from .config import ModelConfig
 from .quantisation import BESIDE
+
+
+def as_stored(config: ModelConfig, has: Callable[[str], bool]) -> ModelConfig:
+    """Return the configuration with the names of experts' tensors that a checkpoint has, of those that it may
+    have. ``has``: whether it has a tensor of this name."""
+    mixture = config.mixture
+    if mixture is None or mixture.names.apart is None or True not in mixture.layers:
+        return config
+    layer = config.tensors.layer.format(mixture.layers.index(True))
+    if has(f"{layer}.{mixture.names.gate}"):
+        return config
+    return replace(config, mixture=replace(mixture, names=mixture.names.apart))
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -30,6 +45,10 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     ]
     for index, layer in enumerate(map(t.layer.format, range(c.num_layers))):
         projections, norms = _attention(c, index)
+        if c.delta_net is not None and c.delta_net.layers[index]:
+            projections.clear()
+            norms.clear()
+            expected |= c.delta_net.expected_tensors(layer, c.hidden_size)
         norms += [(name, (c.hidden_size,)) for name in outer if name]
         if c.latent is not None:
             expected |= c.latent.expected_tensors(layer)
@@ -56,8 +75,9 @@ def _attention(
     """Its projections (name, outputs, inputs, whether there is a bias) and the norms of heads."""
     t, heads = c.tensors, c.heads_of(layer)
     q_size, kv_size = c.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    q_rows = q_size * (1 + c.output_gate) if t.k else q_size + 2 * kv_size
     projections = [
-        (t.q, q_size if t.k else q_size + 2 * kv_size, c.hidden_size, c.qkv_bias),
+        (t.q, q_rows, c.hidden_size, c.qkv_bias),
         (t.k, kv_size, c.hidden_size, c.qkv_bias),
         ("" if heads.keys_are_values else t.v, kv_size, c.hidden_size, c.qkv_bias),
         (t.o, c.hidden_size, q_size if c.latent is None else c.num_heads * c.latent.value, c.o_bias),

@@ -276,7 +276,7 @@ def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMet
     """``sent``: the batch's METADATA on the device."""
     longest = 1 if batch.num_tokens == batch.num_seqs else int(np.diff(batch.query_start_loc).max())
     columns = {name: sent[name] for name in METADATA}
-    return AttentionMetadata(max_query_len=longest, adapters=sent.get("adapters"), **columns)
+    return AttentionMetadata(max_query_len=longest, adapters=sent.get("adapters"), states=None, **columns)
 
 
 def _no_tokens(
