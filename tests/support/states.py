@@ -52,13 +52,17 @@ def step_logits(
     """One step of the model, on all ranks; the logits of these token rows, or of all."""
     batch = make_batch(steps, runner.kv_cache.layout.block_size)
     sent = {name: torch.from_numpy(getattr(batch, name)) for name in (*METADATA, "token_ids")}
-    metadata = replace(attention_metadata(batch, sent), states=state_inputs(steps))
+    metadata, states = attention_metadata(batch, sent), state_inputs(steps)
     index = None if rows is None else torch.tensor(rows)
 
     def run(one: ModelRunner) -> torch.Tensor:
         with torch.inference_mode():
-            reports = on_layer if one is runner else None
-            hidden = one._model.forward(sent["token_ids"], metadata, one.loaded.pool, index, reports)
+            reports, adapters = on_layer if one is runner else None, one.loaded.adapters
+            slots = None if adapters is None else adapters.slots_of(batch.adapters, batch.query_start_loc)
+            own = replace(
+                metadata, states=states, adapters=None if slots is None else torch.from_numpy(slots)
+            )
+            hidden = one._model.forward(sent["token_ids"], own, one.loaded.pool, index, reports)
             return one._model.logits(hidden)
 
     logits = run(runner) if len(runner.ranks) == 1 else runner._all.run(run, lambda: run(runner))
