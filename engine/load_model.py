@@ -24,7 +24,7 @@ from .engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, gpu_room_of, wish_o
 from .errors import ModelConfigError, OutOfMemoryError
 from .model.config import ModelConfig
 from .model.ranks import check_split
-from .model.tensors import as_stored, expected_tensors, ignored_tensors
+from .model.tensors import expected_tensors, ignored_tensors
 from .model.weight_sizes import weight_bytes
 from .model.weights import Checkpoint
 from .paced_runner import paced_model
@@ -166,7 +166,6 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
     config, device = ModelConfig.from_folder(folder), select_device(settings.device)
     check_split(config, ranks, settings.exact)
     with Checkpoint(folder) as checkpoint:
-        config = as_stored(config, checkpoint.has)
         checkpoint.check(expected_tensors(config), ignored_tensors(config))
         dtype = select_dtype(settings.dtype, device, checkpoint.dtype)
     layout = KVCacheLayout.of(config, DEFAULT_BLOCK_SIZE[device.type], dtype)

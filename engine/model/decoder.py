@@ -36,7 +36,7 @@ from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, LatentChunks, latent_
 from .layers import LayerLoader
 from .ranks import of_rank
 from .rope import cos_sin_table, query_factors
-from .tensors import as_stored, expected_tensors, ignored_tensors
+from .tensors import expected_tensors, ignored_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,6 @@ class DecoderModel:
     def __init__(
         self, config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool = False
     ) -> None:
-        config = as_stored(config, load.checkpoint.has)
         load.checkpoint.check(expected_tensors(config), ignored_tensors(config))
         self._config, self.rank = of_rank(config, load.rank), load.rank
         self._kernels = load.kernels

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ..errors import ModelConfigError, WeightsError
 from .config import ModelConfig
 from .gguf_types import TABLE
-from .tensors import as_stored, expected_tensors, ignored_tensors
+from .tensors import expected_tensors, ignored_tensors
 from .weight_headers import INDEX, check_tensors, stored_tensors, weight_files
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def check_model_folder(path: Path, weights: Literal["needed", "if there"] = "nee
     config = ModelConfig.from_folder(path)
     if weights == "needed" or _has_weights(path):
         shapes = {name: tensor.shape for name, tensor in stored_tensors(path).items()}
-        config = as_stored(config, shapes.__contains__)
         check_tensors(path, shapes, expected_tensors(config), ignored_tensors(config))
     return config
 

@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 from .config import ModelConfig
 from .quantisation import BESIDE
-
-
-def as_stored(config: ModelConfig, has: Callable[[str], bool]) -> ModelConfig:
-    """Return the configuration with the names of experts' tensors that a checkpoint has, of those that it may
-    have. ``has``: whether it has a tensor of this name."""
-    mixture = config.mixture
-    if mixture is None or mixture.names.apart is None or True not in mixture.layers:
-        return config
-    layer = config.tensors.layer.format(mixture.layers.index(True))
-    if has(f"{layer}.{mixture.names.gate}"):
-        return config
-    return replace(config, mixture=replace(mixture, names=mixture.names.apart))
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

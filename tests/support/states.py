@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from splitserve.engine.step.model_runner import METADATA, ModelRunner, attention_metadata
 from splitserve.kernels.delta_net import NO_STATE, StateInputs
 
 from .batches import HandSequence, make_batch
+from .engines import engine_config
+from .families import VOCAB_SIZE
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 160
+NUM_TOKENS = 24
 
 
 @dataclass
@@ -25,6 +35,44 @@ class HybridSequence(HandSequence):
     @property
     def snapshot(self) -> list[int]:
         return self.states[2 * len(self.states) // 3 :]
+
+
+def make_runner(folder: Path, **settings: Any) -> ModelRunner:
+    """With a poisoned pool: what reads a slot that was never written yields NaN."""
+    asked = {
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "num_blocks": NUM_BLOCKS,
+        **settings,
+    }
+    runner = ModelRunner(engine_config(folder, **asked))
+    runner.kv_cache.pool.fill_(torch.nan)
+    return runner
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB_SIZE, count)]
+
+
+def sequences(runner: ModelRunner, prompts: list[list[int]], seed: int) -> list[HybridSequence]:
+    """With blocks in random order."""
+    free = iter(np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist())
+    of_states = 3 * num_state_blocks(runner)
+
+    def take(count: int) -> list[int]:
+        return [next(free) for _ in range(count)]
+
+    return [
+        HybridSequence(prompt, take(-(-(len(prompt) + NUM_TOKENS) // BLOCK_SIZE)), states=take(of_states))
+        for prompt in prompts
+    ]
+
+
+@torch.inference_mode()
+def reference_logits(reference: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = reference(torch.tensor([token_ids])).logits[0].float()
+    return logits
 
 
 def num_state_blocks(runner: ModelRunner) -> int:
@@ -79,3 +127,7 @@ def run(runner: ModelRunner, steps: Sequence[tuple[HybridSequence, int]]) -> Non
     for (sequence, _), token in zip(steps, logits.argmax(-1).tolist(), strict=True):
         if sequence.num_computed == len(sequence.token_ids):
             sequence.output.append(token)
+
+
+def whole_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
+    return step_logits(runner, [(sequences(runner, [prompt], seed=1)[0], len(prompt))])

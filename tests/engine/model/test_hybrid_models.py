@@ -5,69 +5,37 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pytest
 import torch
-from support.engines import engine_config
-from support.families import VOCAB_SIZE
 from support.hybrid_families import HYBRID
 from support.models import make_checkpoint
-from support.states import HybridSequence, num_state_blocks, run, step_logits
+from support.states import (
+    BLOCK_SIZE,
+    NUM_TOKENS,
+    make_runner,
+    num_state_blocks,
+    random_tokens,
+    reference_logits,
+    run,
+    sequences,
+    step_logits,
+    whole_logits,
+)
 from transformers import PreTrainedModel
 
 from splitserve.engine.step.model_runner import ModelRunner
 
-BLOCK_SIZE = 16
-NUM_BLOCKS = 160
 PROMPT_LEN = 75
-NUM_TOKENS = 24
 Pair: TypeAlias = tuple[PreTrainedModel, ModelRunner]
-
-
-def make_runner(folder: Path, **settings: Any) -> ModelRunner:
-    """With a poisoned pool: what reads a slot that was never written yields NaN."""
-    asked = {
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": BLOCK_SIZE,
-        "num_blocks": NUM_BLOCKS,
-        **settings,
-    }
-    runner = ModelRunner(engine_config(folder, **asked))
-    runner.kv_cache.pool.fill_(torch.nan)
-    return runner
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRID))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("checkpoint")
     return make_checkpoint(folder, request.param), make_runner(folder)
-
-
-def random_tokens(count: int, seed: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB_SIZE, count)]
-
-
-def sequences(runner: ModelRunner, prompts: list[list[int]], seed: int) -> list[HybridSequence]:
-    """With blocks in random order."""
-    free = iter(np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist())
-    of_states = 3 * num_state_blocks(runner)
-
-    def take(count: int) -> list[int]:
-        return [next(free) for _ in range(count)]
-
-    return [
-        HybridSequence(prompt, take(-(-(len(prompt) + NUM_TOKENS) // BLOCK_SIZE)), states=take(of_states))
-        for prompt in prompts
-    ]
-
-
-@torch.inference_mode()
-def reference_logits(reference: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    logits: torch.Tensor = reference(torch.tensor([token_ids])).logits[0].float()
-    return logits
 
 
 @torch.inference_mode()
@@ -80,10 +48,6 @@ def greedy(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
     found = [int(token) for token in out[0, len(prompt) :]]
     assert len(set(found)) > 3, "an answer that repeats itself shows little"
     return found
-
-
-def whole_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
-    return step_logits(runner, [(sequences(runner, [prompt], seed=1)[0], len(prompt))])
 
 
 def test_float32_logits_agree(pair: Pair) -> None:
