@@ -47,8 +47,11 @@ class Shape:
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """Read the shape from ``config.json``. Raises KeyError where a field is missing."""
+    """Read the shape from ``config.json``. Raises KeyError where a field is missing, ValueError where layers
+    have linear attention."""
     config, whole = config.get("text_config", config), config
+    if config.get("linear_num_value_heads") or "linear_attention" in (config.get("layer_types") or ()):
+        raise ValueError("a profile of layers with linear attention is not computed: measure one")
     layers, hidden, heads = (config[n] for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     config = usual_terms(config, layers)
     dense_mlp = (3 if config.get("gated", True) else 2) * hidden * config.get("intermediate_size", 0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...kernels.interface import AttentionInputs, DenseMlp, LayerParts, Linear, RopeInputs
 from .adapters import AdaptedLinear, base_of
@@ -15,6 +16,9 @@ from .latent_chunks import ExpandedQueries, LatentChunks
 from .layer_mlp import LayerMlp, ResidualNorm
 from .layers import LayerLoader
 from .rope import rows_of_gates, rows_of_qkv, rows_side_by_side
+
+VECTOR = 64
+"""A multiple of torch's vectors on CPUs: behind the last whole one, a sigmoid may have other bits."""
 
 
 class DecoderLayer:
@@ -195,4 +199,7 @@ class DecoderLayer:
         output is not yet added to ``residual``."""
         if self._gate is None:
             return sums
-        return sums.mul_(self._input_norm.into(self._gate, None, residual).sigmoid_())
+        gate = self._input_norm.into(self._gate, None, residual)
+        if odd := -gate.shape[1] % VECTOR:
+            return sums.mul_(pad(gate, (0, odd)).sigmoid_()[:, : gate.shape[1]])
+        return sums.mul_(gate.sigmoid_())

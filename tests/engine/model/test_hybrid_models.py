@@ -176,3 +176,22 @@ def test_two_ranks_are_the_same_model(family: str, exact: bool, tmp_path: Path) 
         while len(here.output) < NUM_TOKENS:
             run(target, [(here, 1)])
         assert here.output == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_exact_bits_are_the_same_for_all_chunks_and_ranks(family: str, dtype: str, tmp_path: Path) -> None:
+    """A mixture of experts is not split: each rank's part of an expert is summed apart. The gates of a token
+    are no whole number of a CPU's vectors."""
+    make_checkpoint(tmp_path, family, num_attention_heads=6, head_dim=24)
+    prompt, found = random_tokens(PROMPT_LEN, seed=18), []
+    for size, chunk in ((1, 80), (1, 7), (1, 1), (2, 33)):
+        if family == "qwen3_next" and size > 1:
+            continue
+        runner = make_runner(tmp_path, dtype=dtype, exact=True, tensor_parallel_size=size)
+        (sequence,) = sequences(runner, [prompt], seed=chunk)
+        parts = []
+        while sequence.num_computed < PROMPT_LEN:
+            parts.append(step_logits(runner, [(sequence, min(chunk, PROMPT_LEN - sequence.num_computed))]))
+        found.append(torch.cat(parts))
+    assert all(torch.equal(each, found[0]) for each in found)
