@@ -50,7 +50,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     """Read the shape from ``config.json``. Raises KeyError where a field is missing, ValueError where layers
     keep a state in place of keys and values."""
     config, whole = config.get("text_config", config), config
-    if config.get("linear_num_value_heads"):
+    if config.get("linear_num_value_heads") or "linear_attention" in (config.get("layer_types") or ()):
         raise ValueError(
             "a model with linear attention cannot be planned for yet: the planner knows no memory that a "
             "sequence takes however long it is"

@@ -15,7 +15,9 @@ LARGEST = {
     "shared_expert_intermediate_size": 1 << 22, "shared_intermediate_size": 1 << 22, "rotary_dim": 1024,
     "num_nextn_predict_layers": 1024, "num_mtp_modules": 1024, "decoder_sparse_step": 1024,
     "q_lora_rank": 1 << 17, "kv_lora_rank": 1 << 13, "qk_nope_head_dim": 1024, "qk_rope_head_dim": 1024,
-    "v_head_dim": 1024,
+    "v_head_dim": 1024, "linear_num_key_heads": 4096, "linear_num_value_heads": 4096,
+    "linear_key_head_dim": 1024, "linear_value_head_dim": 1024, "linear_conv_kernel_dim": 64,
+    "full_attention_interval": 1024,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""

@@ -13,11 +13,12 @@ from typing import Any
 
 from ..errors import ModelConfigError
 from .dense_families import DENSE
+from .hybrid_families import HYBRID
 from .latent_families import LATENT
 from .mixture_families import MIXTURES
 from .wrapped_families import WRAPPED
 
-FAMILIES = dict(sorted((DENSE | MIXTURES | LATENT | WRAPPED).items()))
+FAMILIES = dict(sorted((DENSE | MIXTURES | LATENT | WRAPPED | HYBRID).items()))
 MISSING_PARTS = {
     "linear_num_value_heads": "layers of linear attention",
     "mamba_d_state": "layers of recurrent state",

@@ -64,7 +64,7 @@ def test_streams_outlive_a_decode_worker(cluster: Cluster, expected: list[list[i
     first = streamed(cluster, PROMPTS[0])
     begun = [next(first)]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        others = [pool.submit(lambda prompt=prompt: list(streamed(cluster, prompt))) for prompt in PROMPTS[1:]]
+        others = [pool.submit(list, streamed(cluster, prompt)) for prompt in PROMPTS[1:]]
         os.kill(cluster.busy_worker("decode")["pid"], signal.SIGKILL)
         answers = [begun + list(first), *(other.result() for other in others)]
     assert answers == expected
