@@ -49,5 +49,5 @@ class QueuePass:
             return set()
         kept: Counter[PeerId] = Counter()
         for sequence in scheduler.pinned.values():
-            kept[sequence.peer_id] += len(held(sequence.blocks))
+            kept[sequence.peer_id] += len(held(sequence.blocks)) + scheduler.fixed_blocks
         return {peer for peer, count in kept.items() if count >= scheduler.blocks.num_blocks // 2}

@@ -208,13 +208,12 @@ class PrefillScheduler:
         dropped meanwhile is gone."""
         self._take_out(step)
         self._failed = bool(self._in_flight)
-        for sequence in [chunk.sequence for chunk in step.chunks]:
+        for sequence, states in [(chunk.sequence, chunk.states) for chunk in step.chunks]:
             sequence.num_steps -= 1
             sequence.num_scheduled = sequence.num_computed
+            self._states.release(states)
             if sequence.cancelled:
                 self.drop(sequence.key)
-        for states in [chunk.states for chunk in step.chunks if chunk.states]:
-            self._states.release(states)
 
     def complete(self, step: PrefillStep) -> list[tuple[int, Chunk]]:
         """Books the oldest step in flight. Returns its chunks, each with its row; without those of sequences
@@ -230,8 +229,7 @@ class PrefillScheduler:
         sequence = chunk.sequence
         sequence.num_steps -= 1
         if sequence.cancelled:
-            if chunk.states:
-                self._states.release(chunk.states)
+            self._states.release(chunk.states)
             self.drop(sequence.key)
             return False
         first, last = sequence.num_computed // self.block_size, chunk.end // self.block_size
@@ -254,12 +252,13 @@ class PrefillScheduler:
         left = self._left_to_decode(len(self.running) + len(self.pinned) + 1)
         usable = sequence.usable_hashes(self.block_size)
         cached_hashes = usable[: self.blocks.match_prefix(usable)]
-        hits = self._states.match(cached_hashes)
-        left += self._states.num_needed(usable[:hits])
-        behind = num_behind(hits * self.block_size, self._window, self.block_size)
         total = -(-sequence.num_tokens // self.block_size)
-        idle = self.blocks.num_idle_among(usable[behind:hits])
-        if total - hits + left > self.blocks.num_available - idle:
+        for hits in (self._states.match(cached_hashes), 0):  # a snapshot needs room, too
+            needed = total - hits + left + self._states.num_needed(usable[:hits])
+            behind = num_behind(hits * self.block_size, self._window, self.block_size)
+            if needed <= self.blocks.num_available - self.blocks.num_idle_among(usable[behind:hits]):
+                break
+        else:
             return False
         cached = self.blocks.acquire_prefix(usable[behind:hits])
         sequence.states = self._states.begin(cached_hashes, hits)
@@ -275,9 +274,8 @@ class PrefillScheduler:
         return True
 
     def _left_to_decode(self, num_prompts: int) -> int:
-        """Blocks to leave to the decode worker over the same ones, with so many prompts from here."""
-        each = 1 + self.fixed_blocks
-        return self.for_decode() + num_prompts * each if self.for_decode else 0
+        """Blocks to leave to the decode worker over the same ones, with this number of prompts from here."""
+        return self.for_decode() + num_prompts * (1 + self.fixed_blocks) if self.for_decode else 0
 
     def _chunk(self, sequence: PrefillSequence, count: int) -> Chunk:
         start, left = sequence.num_scheduled, self._left_to_decode(len(self.running) + len(self.pinned))

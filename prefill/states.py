@@ -28,7 +28,7 @@ class PromptStates:
 
     copies: tuple[list[int], list[int]] = ([], [])
     cached: list[int] = field(default_factory=list)  # the snapshot from which its first chunk goes on
-    branch: int = 0  # so many tokens are cached, with a snapshot of fewer
+    branch: int = 0  # tokens that are cached, with a snapshot of fewer
     num_booked: int = 0  # chunks
 
     def newest(self, num_in_flight: int) -> list[int]:
@@ -110,9 +110,10 @@ class StateCache:
                 parent = name
         self.release(chunk)
 
-    def release(self, chunk: ChunkStates) -> None:
+    def release(self, chunk: ChunkStates | None) -> None:
         """The chunk is over, or has not been computed."""
-        self._blocks.release(chunk.snapshot)
+        if chunk is not None:
+            self._blocks.release(chunk.snapshot)
 
     def free(self, states: PromptStates) -> None:
         """The prompt is over here."""
@@ -125,7 +126,7 @@ class StateCache:
 
 
 def held_states(states: PromptStates) -> list[list[int]]:
-    """The blocks that are referenced for a prompt, but for the snapshots of its chunks."""
+    """The blocks that are referenced for a prompt, without the snapshots of its chunks."""
     return [*states.copies, states.cached]
 
 

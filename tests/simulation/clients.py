@@ -87,9 +87,8 @@ class Clients:
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else EOS)
         bounds = sampling.max_tokens, sampling.min_tokens, stops, MAX_MODEL_LEN
         cluster = self.world.scenario.cluster
-        expected, reason = expected_output(
-            request.prompt_token_ids, *bounds, cluster.window, bool(cluster.drafts), shift(request.adapter)
-        )
+        of_model = cluster.window, bool(cluster.drafts), shift(request.adapter), cluster.state_blocks > 0
+        expected, reason = expected_output(request.prompt_token_ids, *bounds, *of_model)
         client = Client(request, coordinator, expected, reason)
         request.sink = ClientSink(self, client)
         self.all[request.request_id] = self.pending[request.request_id] = client

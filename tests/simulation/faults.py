@@ -90,6 +90,7 @@ class Cluster:
     window: int = 0  # tokens that a token of the model attends to, 2 or more; 0: all
     drafts: int = 0  # tokens that are drafted of a sequence; then the model mostly repeats prompts
     next: float = 0.0  # share of processes, at each start, that are of the next build
+    state_blocks: int = 0  # of the model's state of a sequence; 0: it has none
     store: bool = False  # evicted blocks go to a folder of all workers
     num_far: int = 0  # workers, besides, of a build that is no neighbour; one half are decode workers
 

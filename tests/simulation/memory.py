@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from simulation.model import MASK, NUM_LAYERS, deeper, first_layer, logprob, next_token
+from simulation.model import MASK, NUM_LAYERS, OF_A_STATE, deeper, first_layer, logprob, next_token
+from simulation.states import read_state, row_states, write_states
 
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.transport.messages.messages import TokenLogprobs
@@ -57,6 +58,8 @@ class Memory:
                 self.write_layer(batch, token_ids, layer)
         else:
             self._write_first(batch, token_ids, NUM_LAYERS)
+            self._write_states(batch, token_ids, range(NUM_LAYERS))
+        states = [row.written for row in row_states(batch)]
         tokens, logprobs, prompt_logprobs = [], {}, {}
         rows = zip(batch.sampling, batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True)
         for row, (state, table, length) in enumerate(rows):
@@ -66,6 +69,8 @@ class Memory:
                 total = self._total(table, length)
                 if batch.adapters:
                     total += self._shift(batch.adapters[row])
+                if states:
+                    total += OF_A_STATE * read_state(self, states[row])
                 token = next_token(total, repeated, length)
             tokens.append(token)
             if state is not None and state.params.logprobs is not None:
@@ -78,6 +83,7 @@ class Memory:
         """Writes each token's value of this layer: from the token and its predecessor's in layer 0, from the
         layer below in others."""
         size, values, sums, checksums = self.block_size, self.values, self._sums, self._checksums
+        self._write_states(batch, token_ids, range(layer, layer + 1))
         if layer == 0:
             self._write_first(batch, token_ids, 1)
             return
@@ -86,6 +92,18 @@ class Memory:
             place = (block * NUM_LAYERS + layer) * size + offset
             values[place] = deeper(values[place - size])
             sums[block] = checksums[block] = None
+
+    def _write_states(self, batch: Batch, token_ids: list[int], layers: range) -> None:
+        starts = batch.query_start_loc.tolist()
+        for row, states in enumerate(row_states(batch)):
+            tokens = self._tokens(batch, token_ids[starts[row] : starts[row + 1]], row)
+            write_states(self, states, tokens, layers)
+
+    def _tokens(self, batch: Batch, tokens: list[int], row: int) -> list[int]:
+        """Return the tokens of a row as its adapter reads them."""
+        if batch.adapters and (shift := self._shift(batch.adapters[row])):
+            return [token + shift for token in tokens]
+        return tokens
 
     def _write_first(self, batch: Batch, token_ids: list[int], num_layers: int) -> None:
         """The first ``num_layers`` layers of each token; a token's predecessor has been written when the
@@ -107,9 +125,7 @@ class Memory:
             start, end = starts[row], starts[row + 1]
             before = positions[start] - 1
             kv = 0 if before < 0 else values[table[before // size] * block_values + before % size]
-            tokens = token_ids[start:end]
-            if batch.adapters and (shift := self._shift(batch.adapters[row])):
-                tokens = [token + shift for token in tokens]
+            tokens = self._tokens(batch, token_ids[start:end], row)
             for value, slot in zip(first_layer(kv, tokens), slots[start:end], strict=True):
                 block, offset = divmod(slot, size)
                 sums[block] = checksums[block] = None

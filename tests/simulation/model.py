@@ -4,7 +4,8 @@
     kv[l][p]    = deeper(kv[l - 1][p] as read from memory)
     token       = mix(sum of kv[all layers][0..p] as read from memory) mod VOCABULARY
 
-(with a sliding window, of its last tokens), so one corrupt, stale or foreign slot anywhere in a sequence's
+(with a sliding window, of its last tokens; a model with states adds OF_A_STATE times the newest, which
+states.py keeps), so one corrupt, stale or foreign slot anywhere in a sequence's
 blocks changes its tokens from then on. A token's logprob is a function of the token, so that one which is
 lost, doubled or another's shows. An adapter shifts every token that is read, and the sum.
 """
@@ -17,6 +18,7 @@ VOCABULARY = 997
 EOS = frozenset(range(32))
 MASK = (1 << 64) - 1
 NUM_LAYERS = 3
+OF_A_STATE = 5
 FACTOR, SUMMAND = 13, 35
 """The sum of a token's values in all layers is FACTOR * kv[0] + SUMMAND, modulo 2**64."""
 
@@ -62,6 +64,7 @@ def expected_output(
     window: int = 0,
     repeats: bool = False,
     shift: int = 0,
+    has_states: bool = False,
 ) -> tuple[list[int], str]:
     """What a run without faults answers, and why it ends: a pure function of the request. ``shift``: of its
     adapter."""
@@ -70,7 +73,7 @@ def expected_output(
     values = first_layer(0, [token + shift for token in prompt])
     while longest:
         seen = values[-window:]
-        total = FACTOR * sum(seen) + SUMMAND * len(seen) + shift
+        total = FACTOR * sum(seen) + SUMMAND * len(seen) + shift + OF_A_STATE * has_states * values[-1]
         token = next_token(total, prompt if repeats else (), len(prompt) + len(output))
         output.append(token)
         if token in stops and len(output) > min_tokens:

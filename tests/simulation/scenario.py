@@ -149,6 +149,11 @@ NAMED = {
         replace(MIXED, drain_every=0.5, step_error=0.01, step_no_memory=0.01),
         Cluster(num_mixed=1, prefill_blocks=45, decode_blocks=24, window=18, drafts=6),
     ),
+    "states": Scenario(
+        replace(MIXED, drain_every=0.5, step_error=0.01, step_no_memory=0.01),
+        Cluster(num_mixed=1, num_flexible=1, prefill_blocks=60, decode_blocks=44, state_blocks=2),
+        odd=0.1,
+    ),
     "patience": Scenario(
         Faults(
             step_error=0.03,
@@ -237,6 +242,7 @@ def draw_scenario(seed: int) -> Scenario:
     num_borrowing = Random(f"borrowing {seed}").choice([0, 0, 0, 0, 2, 3])
     if num_borrowing and (lends := Random(f"lends {seed}")).random() < 0.5:
         chosen["lend_every"] = EVERYTHING.lend_every * 2 ** lends.uniform(-1.0, 1.0)
+    state_blocks = Random(f"states {seed}").choice([0, 0, 0, 1, 2])
     cluster = Cluster(
         num_mixed=Random(f"mixed {seed}").choice([0, 0, 0, 0, 1, 2]),
         num_borrowing=num_borrowing,
@@ -263,6 +269,11 @@ def draw_scenario(seed: int) -> Scenario:
         adapters=adapters,
         num_far=Random(f"far {seed}").choice([0, 0, 0, 0, 0, 2]),
     )
+    if state_blocks:  # what such a model is refused
+        fewest = max(cluster.decode_blocks, 40)
+        cluster = replace(
+            cluster, state_blocks=state_blocks, decode_blocks=fewest, window=0, drafts=0, store=False
+        )
     keyed = Random(f"keyed {seed}").choice([0.0, 0.0, 0.5, 1.0])
     odd = Random(f"odd {seed}").choice([0.0, 0.0, 0.3])
     rate = random.choice([120.0, 240.0, 480.0])

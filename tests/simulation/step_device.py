@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from simulation.model import NUM_LAYERS
+from simulation.states import row_states
 
 from splitserve.decode.rows import DecodeStep
 from splitserve.engine.step.batch import Batch, StepOutput
@@ -100,7 +101,13 @@ class VirtualStepDevice:
         rows = zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), queries, strict=True)
         for table, length, query in rows:
             blocks.update(table[num_behind(length - query, window, size) : -(-length // size)])
-        process.blocks.begin_step(step, blocks, {slot // size for slot in batch.slot_mapping.tolist()})
+        written = {slot // size for slot in batch.slot_mapping.tolist()}
+        for states in row_states(batch):
+            written.update(states.written, states.snapshot)
+            blocks.update(states.read, states.written, states.snapshot)
+            self._world.counts["snapshots written"] += bool(states.snapshot)
+            self._world.counts["snapshots read"] += process.blocks.are_cached(states.read)
+        process.blocks.begin_step(step, blocks, written)
 
     def _begin(self, submitted: Submitted) -> None:
         """A step reads and writes at any time between its begin and its end: now and then at once, else as

@@ -70,6 +70,7 @@ def test_the_ends_add_up_to_the_requests() -> None:
 
 HAPPENS = """
 blocks saved|blocks loaded
+snapshots written|snapshots read
 adapters changed|adapters put into slots|adapters replaced in their slot|answers with an adapter
 messages dropped|messages doubled|messages late
 mangled messages refused by the codec|mangled messages left to the cipher

@@ -65,6 +65,9 @@ class WatchedBlocks(BlockManager):
         if self.num_blocks - self._references.count(0) != self.num_used:
             self._violated("blocks are not conserved")
         expected = {block for target in self.targets for block in target.expected_blocks()}
+        for block in blocks:
+            if not self._references[block]:
+                self._violated(f"block {block} is used by a step, and nothing here holds it")
         for block in written:
             if block in expected:
                 self._violated(f"block {block} is written by a step while a parcel may be put into it")
@@ -72,6 +75,10 @@ class WatchedBlocks(BlockManager):
                 self._violated(f"block {block} is written with {self._references[block]} references")
             if self._hash[block] is not None:
                 self._violated(f"block {block} is written though others may find it by its hash")
+
+    def are_cached(self, blocks: Sequence[int]) -> bool:
+        """Whether there are such blocks, and others may find them by their hashes."""
+        return bool(blocks) and None not in [self._hash[block] for block in blocks]
 
     def end_step(self, step: object) -> None:
         """It reads and writes no more."""

@@ -77,7 +77,9 @@ class Wishes:
 
     @property
     def _most_tokens(self) -> int:
-        """Tokens of the longest sequence. Between two roles of a process a block is there twice."""
+        """Tokens of the longest sequence. Between two roles of a process a block is there twice, and so are
+        both copies of a state."""
         cluster = self.world.scenario.cluster
-        room = min(MAX_MODEL_LEN, BLOCK_SIZE * min(cluster.prefill_blocks, cluster.decode_blocks))
-        return room - BLOCK_SIZE * bool(cluster.num_mixed or cluster.num_borrowing)
+        states, is_mixed = 2 * cluster.state_blocks, bool(cluster.num_mixed or cluster.num_borrowing)
+        num_blocks = min(cluster.prefill_blocks, cluster.decode_blocks) - states - (1 + states) * is_mixed
+        return min(MAX_MODEL_LEN - BLOCK_SIZE * is_mixed, BLOCK_SIZE * num_blocks)

@@ -86,7 +86,7 @@ class WorkerProcess(Process):
         self.pid = world.next_number()
         self.build = world.builds.drawn(name, self.pid)
         cluster = world.scenario.cluster
-        self.model = replace(MODEL, window=cluster.window)
+        self.model = replace(MODEL, window=cluster.window, state_blocks=cluster.state_blocks)
         self.adapters = ProcessAdapters(self)
         repeats, shift = bool(cluster.drafts), self.adapters.shift
         self.memory = Memory(num_blocks, BLOCK_SIZE, cluster.window, repeats, shift)
