@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.cluster import MODEL_NAME, NEVER_DEAD, Cluster, running, wait_for
+from e2e.cluster import MODEL_NAME, NEVER_DEAD, Cluster, running
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
