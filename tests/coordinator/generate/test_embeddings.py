@@ -128,6 +128,16 @@ async def test_many_inputs_leave_room_in_the_queue(
     assert len(dispatcher.requests) == 1000 + MAX_EMBEDDED
 
 
+@pytest.mark.parametrize("rules", [EmbeddingRules(size=4, longest=3)])
+async def test_the_longest_text_of_a_model(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+    await embed(client, [[5, 6, 7], [5]])
+    for text in ([5, 6, 7, 8], "the quick brown fox jumps over it " * 100):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 3 tokens"):
+            await embed(client, text)
+    await embed(client, [[5, 6, 7, 8]], extra_body={"truncate_prompt_tokens": -1})
+    assert [list(r.prompt_token_ids) for r in dispatcher.requests] == [[5, 6, 7], [5], [5, 6, 7]]
+
+
 async def test_dimensions_are_cut_and_normalised_again(
     client: AsyncOpenAI, dispatcher: FakeDispatcher
 ) -> None:
