@@ -23,13 +23,13 @@ LARGEST = {
 it out."""
 MOST = 1e12
 NEVER_NULL = (
-    "rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier",
-    "residual_multiplier", "logits_scaling", "logit_scale", "routed_scaling_factor", "first_k_dense_replace",
+    "rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
+    "logits_scaling", "logit_scale", "routed_scaling_factor", "first_k_dense_replace",
     "router_scaling_factor",
 )  # fmt: skip
 NUMBERS = (
     *NEVER_NULL, "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts", "max_window_layers",
-    "num_shared_experts", "moe_num_shared_experts",
+    "num_shared_experts", "moe_num_shared_experts", "attention_multiplier",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
     "low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "alpha",
 )  # fmt: skip

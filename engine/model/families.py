@@ -31,11 +31,11 @@ MISSING_PARTS = {
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """Return the name of the family that a config.json asks for: a base model (``Qwen3Model``) is of the same
-    as the one with a head. Raises ModelConfigError."""
+    """Return the name of the family that a config.json asks for: a base model (``Qwen3Model``,
+    ``Gemma3TextModel``) is of the same as the one with a head. Raises ModelConfigError."""
     architectures = config.get("architectures") or []
     if isinstance(architectures, list):
-        architectures = [re.sub("^(.+)Model$", _with_head, str(each)) for each in architectures]
+        architectures = [re.sub("^(.+?)(Text)?Model$", _with_head, str(each)) for each in architectures]
     if (
         not isinstance(architectures, list)
         or len(architectures) != 1
