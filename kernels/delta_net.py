@@ -37,7 +37,7 @@ class DeltaNetShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k and v of all heads side by side."""
+        """Width of the convolution: q, k and v of all heads side by side."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
@@ -47,7 +47,7 @@ class DeltaNetShape:
 
     @property
     def num_floats(self) -> int:
-        """Of a layer's state: [Hv, Dk, Dv], and behind it the newest inputs of the convolution."""
+        """Size of a layer's state: [Hv, Dk, Dv], and behind it the newest inputs of the convolution."""
         state = self.num_value_heads * self.key_dim * self.value_dim
         return state + self.channels * (self.conv_size - 1)
 
@@ -76,7 +76,7 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True, slots=True)
 class StateInputs:
-    """Where a step's sequences have the states of their layers.
+    """The states of a step's sequences. Each sequence has at least one token, or it is padding.
 
     query_start_loc int32 [num_seqs + 1]
     tables          int32 [num_seqs, 3, blocks]  blocks of the pool: two copies of the state, and a snapshot
@@ -95,7 +95,7 @@ class StateInputs:
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where a layer's state lies in the blocks of a table: in ``count`` of them from ``first`` on, in the
+    """A layer's place in the blocks of a table: ``count`` of them from ``first`` on, in the
     bytes of the cache's layer ``layer``.
 
     The part of each key-value head (``DeltaNetShape.of_head``) lies in that head's bytes, [Hv, Dk, Dv] and
@@ -206,8 +206,7 @@ def _write(
     parts = torch.split(newest, [keys, keys, shape.num_value_heads * shape.value_dim], dim=1)
     heads = torch.cat([of.view(len(newest), num_kv_heads, -1) for of in parts], dim=2).movedim(1, 0)
     floats = torch.cat([state.reshape(num_kv_heads, -1), heads.reshape(num_kv_heads, -1)], dim=1)
-    shape_there = pool[blocks, place.layer].movedim(2, 0).shape
-    there = torch.zeros(shape_there, dtype=pool.dtype, device=pool.device)
+    there = pool[blocks, place.layer].movedim(2, 0).contiguous()
     rows = there.view(torch.uint8).view(num_kv_heads, -1).view(torch.float32)
     rows[:, : part.num_floats] = floats
     pool[blocks, place.layer] = there.movedim(0, 2)

@@ -8,15 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.interface import (
-    AttentionInputs,
-    DenseMlp,
-    LayerParts,
-    Linear,
-    Mixture,
-    RopeInputs,
-    RoundingLinear,
-)
+from ...kernels.interface import AttentionInputs, DenseMlp, LayerParts, Linear, RopeInputs, RoundingLinear
+from ...kernels.mixture_weights import Mixture
 from .adapters import AdaptedLinear, base_of
 from .config import ModelConfig
 from .experts import load_mixture
