@@ -70,6 +70,39 @@ def add_rms_norm(
     x: int, residual: int, weight: int, y: int, rows: int, n: int, eps: float, dtype: int, /
 ) -> None: ...
 def gate_mul(gate_up: int, y: int, rows: int, n: int, activation: int, dtype: int, /) -> None: ...
+def delta_net(
+    projected: int,
+    pool: int,
+    out: int,
+    conv: int,
+    decay: int,
+    dt: int,
+    norm: int,
+    query_start_loc: int,
+    tables: int,
+    source: int,
+    marks: int,
+    num_seqs: int,
+    table_stride: int,
+    first: int,
+    num_layers: int,
+    layer: int,
+    planes: int,
+    num_kv_heads: int,
+    plane_heads: int,
+    head_step: int,
+    run_floats: int,
+    num_key_heads: int,
+    num_value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    conv_size: int,
+    eps: float,
+    dtype: int,
+    conv_dtype: int,
+    norm_dtype: int,
+    /,
+) -> None: ...
 def mixture(weights: int, x: int, y: int, rows: int, dtype: int, /) -> None: ...
 def decoder_layers(
     layers: int,

@@ -17,6 +17,7 @@ from torch import Tensor
 from .gpu.attention_tiles import TileShape
 from .gpu.decode_attention import EXACT_PROGRAMS_PER_SM, decode_attention, decode_tile, programs_per_sm
 from .gpu.decode_plan import DecodePlan, plan_decode
+from .gpu.delta_net import delta_net
 from .gpu.elementwise import embedding, gate_mul
 from .gpu.exact_linear import ExactLinear
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
@@ -28,7 +29,8 @@ from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefil
 from .gpu.provided_attention import ProvidedAttention
 from .gpu.quantised_linear import QuantisedLinear
 from .gpu.rope_store import rope_and_store
-from .interface import AttentionInputs, ExpertWeights, LayerParts, Linear, MixtureWeights, joined
+from .interface import AttentionInputs, LayerParts, Linear, joined
+from .mixture_weights import ExpertWeights, MixtureWeights
 from .quantised import QuantisedWeight, Scheme, Weight, joined_weight, parts_of, quantise
 from .reference import SplitLinear, TorchLinear
 
@@ -118,7 +120,7 @@ class CudaKernels:
 
     embedding, gate_mul = staticmethod(embedding), staticmethod(gate_mul)
     rms_norm, add_rms_norm = staticmethod(rms_norm), staticmethod(add_rms_norm)
-    rope_and_store = staticmethod(rope_and_store)
+    rope_and_store, delta_net = staticmethod(rope_and_store), staticmethod(delta_net)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
         if pool.shape[2] == 1:

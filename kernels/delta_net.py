@@ -46,7 +46,7 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True, slots=True)
 class StateInputs:
-    """The places of the states of a step's sequences.
+    """The places of the states of a step's sequences. Each sequence has a token or more, or it is padding.
 
     query_start_loc int32 [num_seqs + 1]
     tables          int32 [num_seqs, 3, blocks]  blocks of the pool: two copies of the state, and a snapshot
@@ -151,8 +151,7 @@ def _write(
     parts = torch.split(newest, [keys, keys, shape.num_value_heads * shape.value_dim], dim=1)
     heads = torch.cat([of.view(len(newest), num_kv_heads, -1) for of in parts], dim=2).movedim(1, 0)
     floats = torch.cat([state.reshape(num_kv_heads, -1), heads.reshape(num_kv_heads, -1)], dim=1)
-    shape_there = pool[blocks, place.layer].movedim(2, 0).shape
-    there = torch.zeros(shape_there, dtype=pool.dtype, device=pool.device)
+    there = pool[blocks, place.layer].movedim(2, 0).contiguous()
     rows = there.view(torch.uint8).view(num_kv_heads, -1).view(torch.float32)
     rows[:, : part.num_floats] = floats
     pool[blocks, place.layer] = there.movedim(0, 2)

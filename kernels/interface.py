@@ -12,14 +12,16 @@ be a view of some heads of a wider one; layers that run in one call (``FusedLaye
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .mixture_shape import Activation, MixtureShape
+from .delta_net import DeltaNetShape, DeltaNetWeights, StateInputs, StatePlace
+from .mixture_shape import Activation
+from .mixture_weights import Mixture, MixtureWeights
 from .quantised import Weight, parts_of
 
 INT8_SCALE_BYTES = 4
@@ -122,41 +124,6 @@ def joined(weight: Weight | Sequence[Weight]) -> Tensor:
     """What ``Kernels.linear`` gets, as one matrix; dequantised to float32."""
     wide = [part if isinstance(part, Tensor) else part.dequantised() for part in parts_of(weight)]
     return wide[0] if len(wide) == 1 else torch.cat(wide)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """An expert's matrices, as ``Kernels.linear`` takes them: gate above up [2 intermediate_size,
-    hidden_size] in one or two tensors, down [hidden_size, intermediate_size]."""
-
-    gate_up: Weight | Sequence[Weight]
-    down: Weight
-
-
-@dataclass(frozen=True, slots=True)
-class MixtureWeights:
-    """router          [num_experts, hidden_size], with one more row where there is a shared expert: its gate
-    router_bias     [num_experts] or None
-    expert          reads the weights of one; number ``num_experts``: the shared one
-    gate_up_biases  [num_experts, 2 intermediate_size] or None; such mixtures have no shared expert
-    down_biases     [num_experts, hidden_size] or None
-    correction      float32 [num_experts] or None: added to the scores for the choice alone
-    """
-
-    shape: MixtureShape
-    router: Tensor
-    expert: Callable[[int], ExpertWeights]
-    router_bias: Tensor | None = None
-    gate_up_biases: Tensor | None = None
-    down_biases: Tensor | None = None
-    correction: Tensor | None = None
-
-
-class Mixture(Protocol):
-    """A layer's mixture of experts, [num_tokens, hidden_size] -> the same. A token's sum goes in the order of
-    its experts' numbers, the shared one last."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +245,14 @@ class Kernels(Protocol):
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
         """Causal attention of each sequence's queries (its last tokens) over its blocks -> [num_tokens,
         num_heads * head_dim]."""
+        ...
+
+    def delta_net(
+        self, projected: Tensor, pool: Tensor, place: StatePlace, shape: DeltaNetShape,
+        weights: DeltaNetWeights, inputs: StateInputs,
+    ) -> Tensor:  # fmt: skip
+        """A gated delta net behind its projection, see ``delta_net``: [num_tokens, shape.width] ->
+        [num_tokens, num_value_heads * value_dim]. Moves the states in ``pool`` on."""
         ...
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> FusedLayers | None:

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from . import _cpu
 from .huge_pages import HugePageArena
-from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, MixtureWeights, RopeInputs, joined
+from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, RopeInputs, joined
 from .measured_choice import NEVER, ROWS, KernelChoices, rows_of_onednn
 from .mixture_shape import ACTIVATIONS, Activation
+from .mixture_weights import MixtureWeights
+from .native_delta_net import delta_net
 from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, heads_in_memory
 from .native_linear import OF_ONE_THREAD, LinearByRows, OneDnnLinear, PackedLinear, check_rows, shape_of
 from .native_low_rank import NativeLowRank
@@ -179,6 +181,8 @@ class NativeCpuKernels:
         )  # fmt: skip
         return out
 
+    delta_net = staticmethod(delta_net)
+
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> NativeLayers | None:
         if self._choices is not None:
             logger.info("kernels: products %s", products(self._onednn_rows))
@@ -238,7 +242,7 @@ MakeLinear = Callable[[Weight | Sequence[Weight], Tensor | None], Addressed]
 
 
 class NativeMixture:
-    """See ``interface.Mixture``. ``address``: of the table that cpu/mixture.h calls MixtureWeights."""
+    """See ``mixture_weights.Mixture``. ``address``: of the table that cpu/mixture.h calls MixtureWeights."""
 
     def __init__(self, weights: MixtureWeights, router: Addressed, linear: MakeLinear) -> None:
         """``linear``: see ``Kernels.linear``. One expert after the other is read and packed."""

@@ -11,18 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .delta_net import delta_net
 from .gumbel_noise import gumbel_noise
-from .interface import (
-    INT8_SCALE_BYTES,
-    AttentionInputs,
-    LayerParts,
-    Linear,
-    MixtureWeights,
-    RopeInputs,
-    joined,
-)
+from .interface import INT8_SCALE_BYTES, AttentionInputs, LayerParts, Linear, RopeInputs, joined
 from .low_rank import TorchLowRank
 from .mixture_shape import Activation, MixtureShape
+from .mixture_weights import MixtureWeights
 from .quantised import QuantisedWeight, Weight, parts_of, rounded_rows
 
 E4M3_LARGEST = 448.0
@@ -189,6 +183,8 @@ class TorchKernels:
                 keys, values = dequantize_int8(keys).to(q.dtype), dequantize_int8(values).to(q.dtype)
             out[rows] = attention(q[rows], keys, values, inputs)
         return out.flatten(1)
+
+    delta_net = staticmethod(delta_net)
 
     def use_this_thread(self) -> None:
         """No thread has settings of its own."""

@@ -22,8 +22,9 @@ import torch
 from ...engine.model.config import ModelConfig, parse_config
 from ...kernels import _cpu
 from ...kernels.huge_pages import huge_page_bytes
-from ...kernels.interface import AttentionInputs, ExpertWeights, Linear
+from ...kernels.interface import AttentionInputs, Linear
 from ...kernels.mixture_shape import MixtureShape
+from ...kernels.mixture_weights import ExpertWeights
 from ...kernels.native_cpu import NativeCpuKernels
 from ...kernels.native_linear import OneDnnLinear
 from ...kernels.quantised import QuantisedWeight

@@ -6,8 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...kernels.delta_net import DeltaNetShape, DeltaNetWeights, StateInputs, StatePlace, num_state_blocks
 from ...kernels.gpu.decode_attention import decode_attention
 from ...kernels.gpu.decode_plan import plan_decode
+from ...kernels.gpu.delta_net import delta_net
 from ...kernels.gpu.exact_linear import ExactLinear, product_tile
 from ...kernels.gpu.expert_tiles import ExpertTiles
 from ...kernels.gpu.latent_attention import latent_attention
@@ -95,6 +97,22 @@ def low_rank(
     updates = GpuLowRank(in_features, out_features, max_rank, 1, dtype, torch.device("cpu"))
     out, x = empty(num_tokens, out_features, dtype=dtype), empty(num_tokens, in_features, dtype=dtype)
     updates.add(out, x, empty(num_tokens, dtype=torch.int32))
+
+
+def gated_delta_net(num_seqs: int, num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
+    """Qwen3-Next's heads."""
+    shape, block_size, head_dim = DeltaNetShape(16, 32, 128, 128, 4), 32, 256
+    count = num_state_blocks(shape, 2, block_size * head_dim * dtype.itemsize)
+    decay, dt = (empty(shape.num_value_heads, dtype=torch.float32) for _ in range(2))
+    conv, norm = empty(shape.channels, shape.conv_size, dtype=dtype), empty(shape.value_dim)
+    weights = DeltaNetWeights(conv, decay, dt, norm, 1e-6)
+    starts, tables = (empty(*of, dtype=torch.int32) for of in ((num_seqs + 1,), (num_seqs, 3, count)))
+    source, marks = (empty(num_seqs, dtype=torch.int32) for _ in range(2))
+    inputs = StateInputs(starts, tables, source, marks)
+    pool = empty(4, 1, 2, 2, block_size, head_dim, dtype=dtype)
+    delta_net(
+        empty(num_tokens, shape.width, dtype=dtype), pool, StatePlace(0, 0, count), shape, weights, inputs
+    )
 
 
 def gate_and_up(tile: GateUpTile) -> None:

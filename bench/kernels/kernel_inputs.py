@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...kernels.interface import AttentionInputs, ExpertWeights, MixtureWeights
+from ...kernels.interface import AttentionInputs
 from ...kernels.mixture_shape import MixtureShape
+from ...kernels.mixture_weights import ExpertWeights, MixtureWeights
 from ...kernels.quantised import QuantisedWeight
 from ...kernels.reference import quantize_e4m3
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.delta_net import DeltaNetWeights, StateInputs, delta_net
+from ...kernels.delta_net import DeltaNetWeights, StateInputs
 from ...kernels.delta_net_shape import DeltaNetShape
 from .config import ModelConfig
 from .delta_net_config import DELTA_NET, DeltaNetConfig
@@ -23,7 +23,8 @@ class DeltaLayer:
         assert of is not None
         assert states is not None
         name = f"{layer}.{DELTA_NET}"
-        self._index, self._states, self._shape = index, states, states.config.shape
+        self._kernels, self._index = load.kernels, index
+        self._states, self._shape = states, states.config.shape
         input_norm = load.norm(f"{layer}.{config.tensors.input_norm}", float(config.unit_norms))
         self._input_norm = ResidualNorm(load.kernels, input_norm, config.residual_eps)
         projections = [f"{name}.{projection}" for projection in of.projections]
@@ -40,7 +41,7 @@ class DeltaLayer:
         """
         projected = self._input_norm.into(self._projections, hidden, residual)  # [T, shape.width]
         place = self._states.place(self._index, pool.shape[4], pool.element_size())
-        out = delta_net(projected, pool, place, self._shape, self._weights, inputs)
+        out = self._kernels.delta_net(projected, pool, place, self._shape, self._weights, inputs)
         return self._mlp(self._out(out), residual)
 
 

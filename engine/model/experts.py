@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...kernels.interface import ExpertWeights, Mixture, MixtureWeights
+from ...kernels.mixture_weights import ExpertWeights, Mixture, MixtureWeights
 from ...kernels.quantised import Weight
 from ..errors import ModelConfigError
 from .layers import LayerLoader, own_part, rows_of

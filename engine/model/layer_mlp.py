@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...kernels.interface import DenseMlp, Kernels, Linear, Mixture, RoundingLinear
+from ...kernels.interface import DenseMlp, Kernels, Linear, RoundingLinear
+from ...kernels.mixture_weights import Mixture
 from .config import ModelConfig
 from .experts import load_mixture
 from .layers import LayerLoader

@@ -194,6 +194,27 @@ void call(const LowRankArgs& args, const int32_t* slots, int64_t num_slots, int6
   if (!tiles.empty()) call(g, tiles);
 }
 
+// Vectors must divide `size`.
+const Kernels* with_vectors_for(int64_t size) {
+  const Kernels* kernels = active;
+  for (const Kernels* candidate : kAll)
+    if (size % kernels->vector_width && supported(candidate) && size % candidate->vector_width == 0) kernels = candidate;
+  return kernels;
+}
+
+double work_of(const DeltaNetArgs& g) {
+  const int64_t num_tokens = g.query_start_loc[g.num_seqs] - g.query_start_loc[0];
+  return 4.0 * double(num_tokens * g.num_value_heads * g.key_dim) * double(g.value_dim);
+}
+void call(const DeltaNetArgs& g) {
+  const Kernels* kernels = with_vectors_for(g.value_dim);
+  const auto run = [&](int64_t first, int64_t last) { kernels->delta_net(g, first, last); };
+  const int64_t count = g.num_seqs * g.num_value_heads, num_tokens = g.query_start_loc[g.num_seqs] - g.query_start_loc[0];
+  const int64_t side_by_side = std::min(g.num_value_heads / g.num_kv_heads, count / (4 * pool->size()));  // one asks memory for the next
+  if (work_of(g) < kShortCall) run(0, count);
+  else pool->run(count, num_tokens > g.num_seqs ? 1 : std::max<int64_t>(1, side_by_side), run);
+}
+
 constexpr int64_t kQueryRows = 192;  // rows (query tokens x heads of a group) that share a tile of keys
 
 struct AttentionItems {  // what a step's attention is cut into, the same in every layer
@@ -213,9 +234,7 @@ struct AttentionItems {  // what a step's attention is cut into, the same in eve
 };
 
 void call(const AttentionArgs& g, const AttentionItems& cut) {
-  const Kernels* kernels = active;
-  for (const Kernels* candidate : kAll)  // vectors must divide a head
-    if (g.head_dim % kernels->vector_width && supported(candidate) && g.head_dim % candidate->vector_width == 0) kernels = candidate;
+  const Kernels* kernels = with_vectors_for(g.head_dim);
   const auto attend = [&](int64_t first, int64_t last) { kernels->attention(g, cut.items.data(), first, last); };
   const int64_t count = int64_t(cut.items.size());
   const bool decodes = count == g.num_seqs * g.num_kv_heads;  // else items take different times

@@ -153,6 +153,25 @@ struct RouteArgs {           // a mixture's experts of each row, ascending, and 
   Dtype dtype;               // of logits
 };
 
+struct DeltaNetArgs {        // see delta_net.h and ../delta_net.py
+  const void* projected;     // [num_tokens, q, k, v of all heads, z, b, a]
+  void* pool;                // from its first head on, see AttentionArgs; here its bytes are float32
+  void* out;                 // [num_tokens, num_value_heads, value_dim]
+  const void* conv;          // [channels, conv_size]
+  const float* decay;        // [num_value_heads]
+  const float* dt;           // [num_value_heads]
+  const void* norm;          // [value_dim]
+  const int32_t* query_start_loc;  // [num_seqs + 1]
+  const int32_t* tables;     // [num_seqs, 3, table_stride]
+  const int32_t* source;     // [num_seqs]
+  const int32_t* marks;      // [num_seqs]
+  int64_t num_seqs, table_stride, first;  // first: of this layer's blocks in a table
+  int64_t num_layers, layer, planes, num_kv_heads, plane_heads, head_step, run_floats;  // run: a head's keys or values in a block
+  int64_t num_key_heads, num_value_heads, key_dim, value_dim, conv_size;  // value_dim: a multiple of the vector width
+  float eps;
+  Dtype dtype, conv_dtype, norm_dtype;
+};
+
 using GateMul = void(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first_row, int64_t last_row);
 
 struct Kernels {
@@ -174,6 +193,7 @@ struct Kernels {
   void (*route)(const RouteArgs&, int64_t first_row, int64_t last_row);
   void (*add_weighted)(const void* y, float weight, float* sum, int64_t n, Dtype dtype);
   void (*narrow_all)(const float* sum, void* y, int64_t n, Dtype dtype);
+  void (*delta_net)(const DeltaNetArgs&, int64_t first_item, int64_t last_item);  // items: [num_seqs, num_value_heads]
 };
 
 extern const Kernels kGenericKernels;

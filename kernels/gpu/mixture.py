@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interface import Linear, MixtureWeights, joined
+from ..interface import Linear, joined
 from ..mixture_shape import MixtureShape
+from ..mixture_weights import MixtureWeights
 from ..quantised import QuantisedWeight
 from .elementwise import gate_mul
 from .exact_linear import BLOCK_K, ProductTile, product, product_tile

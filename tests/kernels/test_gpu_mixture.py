@@ -20,8 +20,9 @@ from splitserve.bench.kernels.kernel_inputs import (
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.mixture import plan_tiles
 from splitserve.kernels.gpu.quantised_experts import QuantisedExperts
-from splitserve.kernels.interface import ExpertWeights, joined
+from splitserve.kernels.interface import joined
 from splitserve.kernels.mixture_shape import ACTIVATIONS, Activation, MixtureShape
+from splitserve.kernels.mixture_weights import ExpertWeights
 from splitserve.kernels.quantised import QuantisedWeight, Scheme, quantise
 from splitserve.kernels.reference import TorchKernels
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from splitserve.bench.kernels.kernel_inputs import mixture_weights, quarters, relative_error
-from splitserve.kernels.interface import ExpertWeights, MixtureWeights
 from splitserve.kernels.mixture_shape import ACTIVATIONS, Activation, MixtureShape
+from splitserve.kernels.mixture_weights import ExpertWeights, MixtureWeights
 from splitserve.kernels.quantised import Scheme, Weight, parts_of, quantise
 from splitserve.kernels.reference import TorchKernels
 

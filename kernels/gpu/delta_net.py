@@ -1,0 +1,275 @@
+"""Gated delta nets: convolution and gates, the recurrence over a state in KV blocks, and the gated norm.
+Formulas, layout and contract: ../delta_net.py.
+
+    kv = S' k,  sq = S' q,  delta = beta (v - g kv),  o = g sq + (k' q) delta,  S = g S + k delta'
+
+FLOPs: 8 Dk Dv a token and value head. Bytes: each value head's state once in and once out a sequence; a
+token's row of the projection, and three times as much between the kernels. Three kernels: one program a token
+and head; one a sequence, value head and slice of the state's columns, which stays in registers while the
+tokens go by; one a token and value head. Nothing here waits for the device, and grids depend on shapes alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..delta_net import L2_EPS, NO_STATE, PADDING, DeltaNetShape, DeltaNetWeights, StateInputs, StatePlace
+
+COLUMNS = 16  # of a state in one program, which is one warp: sums over rows need no barrier
+SEQS = 64  # whose ends are looked at together
+
+_NO_STATE, _PADDING, _L2_EPS = tl.constexpr(NO_STATE), tl.constexpr(PADDING), tl.constexpr(L2_EPS)
+
+
+def delta_net(
+    projected: Tensor,
+    pool: Tensor,
+    place: StatePlace,
+    shape: DeltaNetShape,
+    weights: DeltaNetWeights,
+    inputs: StateInputs,
+) -> Tensor:
+    """See ``interface.Kernels``."""
+    num_tokens, (num_seqs, _, table) = len(projected), inputs.tables.shape
+    states = pool.view(torch.float32)[:, place.layer]  # [num_blocks, planes, num_kv_heads, block_size, row]
+    block_size, row = states.shape[3:]
+    for tensor in (projected, inputs.tables, inputs.query_start_loc, weights.conv, weights.norm):
+        assert tensor.is_contiguous()
+    assert states.stride()[3:] == (row, 1)
+    assert projected.shape[1] == shape.width
+    assert block_size * row % shape.value_dim == 0  # see num_state_blocks
+    assert place.first + place.count <= table
+    heads, device = shape.num_value_heads, projected.device
+    mixed = torch.empty((num_tokens, shape.channels), dtype=torch.float32, device=device)
+    gates = torch.empty((num_tokens, heads, 2), dtype=torch.float32, device=device)
+    unnormed = torch.empty((num_tokens, heads, shape.value_dim), dtype=torch.float32, device=device)
+    out = projected.new_zeros((num_tokens, heads * shape.value_dim))
+    of_state = inputs.query_start_loc, inputs.tables, inputs.source, inputs.marks, *states.stride()[:3]
+    sizes = {
+        "KEYS": shape.key_dim, "VALUES": shape.value_dim, "NUM_KEYS": shape.num_key_heads,
+        "NUM_VALUES": heads,
+    }  # fmt: skip
+    layout = {
+        "NUM_KV": states.shape[2], "TABLE": table, "FIRST": place.first, "PLANES": states.shape[1],
+        "RUN": block_size * row, "num_warps": 1,
+    }  # fmt: skip
+    dims = triton.next_power_of_2(shape.value_dim)
+    _mix_kernel[(num_tokens, 2 * shape.num_key_heads + heads)](
+        projected, states, weights.conv, weights.decay, weights.dt, mixed, gates, *of_state, num_seqs,
+        TAPS=shape.conv_size, DIMS=max(dims, triton.next_power_of_2(shape.key_dim)), SEQS=SEQS, **sizes,
+        **layout,
+    )  # fmt: skip
+    columns = min(COLUMNS, dims)
+    _step_kernel[(num_seqs, heads, triton.cdiv(shape.value_dim, columns))](
+        states, mixed, gates, unnormed, *of_state, ROWS=triton.next_power_of_2(shape.key_dim),
+        COLUMNS=columns, **sizes, **layout,
+    )  # fmt: skip
+    _norm_kernel[(num_tokens, heads)](
+        projected, unnormed, weights.norm, out, inputs.query_start_loc, inputs.source, num_seqs, weights.eps,
+        DIMS=dims, SEQS=SEQS, **sizes, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _sequence_of(token, query_start_loc, source, num_seqs, SEQS: tl.constexpr):
+    """The token's sequence; -1 where it is padding."""
+    before = 0
+    for first in range(0, num_seqs, SEQS):
+        seqs = first + tl.arange(0, SEQS)
+        ends = tl.load(query_start_loc + 1 + seqs, mask=seqs < num_seqs, other=2147483647)
+        before += tl.sum((ends <= token).to(tl.int32), 0)
+    which = tl.load(source + before, mask=before < num_seqs, other=_PADDING)
+    return tl.where(which == _PADDING, -1, before)
+
+
+@triton.jit
+def _place(
+    states, tables, seq, copy, kv, run, mask, stride_block, stride_plane, stride_head, TABLE: tl.constexpr,
+    FIRST: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the first numbers of some runs of a copy of a key-value head's state."""
+    blocks = tl.load(tables + (seq * 3 + copy) * TABLE + FIRST + run // PLANES, mask=mask, other=0)
+    return states + blocks.to(tl.int64) * stride_block + (run % PLANES) * stride_plane + kv * stride_head
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _mix_kernel(
+    projected, states, conv, decay, dt, mixed, gates, query_start_loc, tables, source, marks, stride_block,
+    stride_plane, stride_head, num_seqs, KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_KEYS: tl.constexpr,
+    NUM_VALUES: tl.constexpr, NUM_KV: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr,
+    PLANES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, DIMS: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """One head of q, k or v of a token. A sequence's last token writes the inputs that are kept."""
+    KEYS_OF_KV: tl.constexpr = NUM_KEYS // NUM_KV
+    VALUES_OF_KV: tl.constexpr = NUM_VALUES // NUM_KV
+    CHANNELS: tl.constexpr = 2 * NUM_KEYS * KEYS + NUM_VALUES * VALUES
+    WIDTH: tl.constexpr = CHANNELS + NUM_VALUES * (VALUES + 2)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    seq = _sequence_of(token, query_start_loc, source, num_seqs, SEQS)
+    if seq >= 0:
+        which = tl.load(source + seq)
+        start = tl.load(query_start_loc + seq)
+        is_last = token + 1 == tl.load(query_start_loc + seq + 1)
+        is_marked = token + 1 == start + tl.load(marks + seq)
+        is_key = head < 2 * NUM_KEYS
+        key = head % NUM_KEYS
+        value = tl.maximum(head - 2 * NUM_KEYS, 0)
+        kv = tl.where(is_key, key // KEYS_OF_KV, value // VALUES_OF_KV)
+        kept_key = (head // NUM_KEYS * KEYS_OF_KV + key % KEYS_OF_KV) * KEYS
+        kept_value = 2 * KEYS_OF_KV * KEYS + value % VALUES_OF_KV * VALUES
+        lane = tl.arange(0, DIMS)
+        real = lane < tl.where(is_key, KEYS, VALUES)
+        there = tl.where(is_key, head * KEYS, 2 * NUM_KEYS * KEYS + value * VALUES) + lane
+        kept = VALUES_OF_KV * KEYS * VALUES + tl.where(is_key, kept_key, kept_value) + lane
+        total = tl.zeros([DIMS], tl.float32)
+        for j in tl.static_range(TAPS):
+            at = token - (TAPS - 1) + j
+            x = tl.load(projected + at.to(tl.int64) * WIDTH + there, mask=real & (at >= start), other=0.0).to(
+                tl.float32
+            )
+            if j < TAPS - 1:
+                before = kept + (at - start + TAPS - 1) * (CHANNELS // NUM_KV)
+                is_before = real & (at < start) & (which != _NO_STATE)
+                run = _place(
+                    states, tables, seq, tl.maximum(which, 0), kv, before // RUN, is_before, stride_block,
+                    stride_plane, stride_head, TABLE, FIRST, PLANES,
+                )  # fmt: skip
+                x += tl.load(run + before % RUN, mask=is_before, other=0.0)
+            if j > 0:
+                after = kept + (j - 1) * (CHANNELS // NUM_KV)
+                for copy in tl.static_range(2):
+                    writes = real & (is_marked if copy else is_last)
+                    run = _place(
+                        states, tables, seq, 2 if copy else tl.where(which == 0, 1, 0), kv, after // RUN,
+                        writes, stride_block, stride_plane, stride_head, TABLE, FIRST, PLANES,
+                    )  # fmt: skip
+                    tl.store(run + after % RUN, x, mask=writes)
+            total += x * tl.load(conv + there * TAPS + j, mask=real, other=0.0).to(tl.float32)
+        y = total * tl.sigmoid(total)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(y * y, 0) + _L2_EPS)
+        y *= tl.where(is_key, tl.where(head < NUM_KEYS, scale * KEYS**-0.5, scale), 1.0)
+        tl.store(mixed + token.to(tl.int64) * CHANNELS + there, y, mask=real)
+        if head >= 2 * NUM_KEYS:
+            at_gates = projected + token.to(tl.int64) * WIDTH + CHANNELS + NUM_VALUES * VALUES + value
+            b = tl.load(at_gates).to(tl.float32)
+            a = tl.load(at_gates + NUM_VALUES).to(tl.float32) + tl.load(dt + value)
+            to = gates + (token.to(tl.int64) * NUM_VALUES + value) * 2
+            tl.store(to, tl.exp(-tl.load(decay + value) * _softplus(a)))
+            tl.store(to + 1, tl.sigmoid(b))
+
+
+@triton.jit
+def _softplus(x):
+    u = tl.exp(tl.minimum(x, 20.0))
+    wide = 1.0 + u  # log1p(u) = log(wide) u / (wide - 1): exact where `wide` rounds (Kahan)
+    log1p = tl.where(wide == 1.0, u, tl.log(wide) * (u / tl.where(wide == 1.0, 1.0, wide - 1.0)))
+    return tl.where(x > 20.0, x, log1p)
+
+
+@triton.jit
+def _token(
+    mixed, gates, there, key, head, rows, columns, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+):  # fmt: skip
+    """q and k [ROWS], v [COLUMNS], decay, beta of the token at ``mixed`` and ``gates``, or zeros."""
+    q = tl.load(mixed + key * KEYS + rows, mask=there & (rows < KEYS), other=0.0)
+    k = tl.load(mixed + (NUM_KEYS + key) * KEYS + rows, mask=there & (rows < KEYS), other=0.0)
+    of_values = mixed + 2 * NUM_KEYS * KEYS + head * VALUES
+    v = tl.load(of_values + columns, mask=there & (columns < VALUES), other=0.0)
+    decay = tl.load(gates + 2 * head, mask=there, other=0.0)
+    beta = tl.load(gates + 2 * head + 1, mask=there, other=0.0)
+    return q, k, v, decay, beta
+
+
+@triton.jit
+def _step_kernel(
+    states, mixed, gates, out, query_start_loc, tables, source, marks, stride_block, stride_plane,
+    stride_head, KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr,
+    NUM_KV: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr, PLANES: tl.constexpr, RUN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one value head's state, for all tokens of a sequence, one after the other."""
+    VALUES_OF_KV: tl.constexpr = NUM_VALUES // NUM_KV
+    CHANNELS: tl.constexpr = 2 * NUM_KEYS * KEYS + NUM_VALUES * VALUES
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    which = tl.load(source + seq)
+    if which != _PADDING:
+        start = tl.load(query_start_loc + seq)
+        end = tl.load(query_start_loc + seq + 1)
+        marked = start + tl.load(marks + seq)
+        key = head // (NUM_VALUES // NUM_KEYS)
+        kv = head // VALUES_OF_KV
+        rows = tl.arange(0, ROWS)
+        columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        real = (rows < KEYS)[:, None] & (columns < VALUES)[None, :]
+        in_runs = (head % VALUES_OF_KV * KEYS + rows) * VALUES
+        run = in_runs // RUN
+        within = (in_runs % RUN)[:, None] + columns[None, :]
+        before = _place(
+            states, tables, seq, tl.maximum(which, 0), kv, run, (rows < KEYS) & (which >= 0), stride_block,
+            stride_plane, stride_head, TABLE, FIRST, PLANES,
+        )  # fmt: skip
+        state = tl.load(before[:, None] + within, mask=real & (which >= 0), other=0.0)
+        snapshot = _place(
+            states, tables, seq, 2, kv, run, (rows < KEYS) & (marked > start), stride_block, stride_plane,
+            stride_head, TABLE, FIRST, PLANES,
+        )  # fmt: skip
+        first = start.to(tl.int64)
+        mixed += first * CHANNELS
+        gates += first * (2 * NUM_VALUES)
+        out += (first * NUM_VALUES + head) * VALUES
+        q, k, v, decay, beta = _token(
+            mixed, gates, start < end, key, head, rows, columns, KEYS, VALUES, NUM_KEYS
+        )
+        for t in range(start, end):
+            mixed += CHANNELS
+            gates += 2 * NUM_VALUES
+            # asked for now, so that the chain of the states does not wait for memory
+            next_q, next_k, next_v, next_decay, next_beta = _token(
+                mixed, gates, t + 1 < end, key, head, rows, columns, KEYS, VALUES, NUM_KEYS
+            )
+            of_k = tl.sum(state * k[:, None], 0)
+            of_q = tl.sum(state * q[:, None], 0)
+            delta = (v - of_k * decay) * beta
+            o = of_q * decay + delta * tl.sum(k * q, 0)
+            tl.store(out + columns, o, mask=columns < VALUES)
+            out += NUM_VALUES * VALUES
+            state = state * decay + k[:, None] * delta[None, :]
+            if t + 1 == marked:
+                tl.store(snapshot[:, None] + within, state, mask=real)
+            q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
+        after = _place(
+            states, tables, seq, tl.where(which == 0, 1, 0), kv, run, rows < KEYS, stride_block,
+            stride_plane, stride_head, TABLE, FIRST, PLANES,
+        )  # fmt: skip
+        tl.store(after[:, None] + within, state, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _norm_kernel(
+    projected, unnormed, norm, out, query_start_loc, source, num_seqs, eps, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, DIMS: tl.constexpr,
+    SEQS: tl.constexpr,
+):  # fmt: skip
+    CHANNELS: tl.constexpr = 2 * NUM_KEYS * KEYS + NUM_VALUES * VALUES
+    WIDTH: tl.constexpr = CHANNELS + NUM_VALUES * (VALUES + 2)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    if _sequence_of(token, query_start_loc, source, num_seqs, SEQS) >= 0:
+        lane = tl.arange(0, DIMS)
+        real = lane < VALUES
+        at = (token.to(tl.int64) * NUM_VALUES + head) * VALUES + lane
+        x = tl.load(unnormed + at, mask=real, other=0.0)
+        z = tl.load(
+            projected + token.to(tl.int64) * WIDTH + CHANNELS + head * VALUES + lane, mask=real, other=0.0
+        ).to(tl.float32)
+        x *= 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / VALUES + eps)
+        x = x.to(out.dtype.element_ty).to(tl.float32)
+        y = tl.load(norm + lane, mask=real, other=0.0).to(tl.float32) * x * (z * tl.sigmoid(z))
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=real)

@@ -1,0 +1,151 @@
+"""Steps of gated delta nets, for the tests of all their kernels."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from splitserve.bench.kernels.kernel_inputs import randn
+from splitserve.kernels.delta_net import (
+    NO_STATE,
+    PADDING,
+    DeltaNetShape,
+    DeltaNetWeights,
+    StateInputs,
+    StatePlace,
+    num_state_blocks,
+)
+
+DeltaNet = Callable[
+    [Tensor, Tensor, StatePlace, DeltaNetShape, DeltaNetWeights, StateInputs], Tensor
+]  # see ``interface.Kernels.delta_net``
+BLOCK_SIZE, NUM_LAYERS, LAYER = 8, 2, 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a sequence does in a step; see ``StateInputs``."""
+
+    num_tokens: int
+    source: int = NO_STATE
+    mark: int = 0
+
+
+@st.composite
+def parts(draw: st.DrawFn, longest: int) -> list[Part]:
+    """Some sequences, padding among them."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        tokens = draw(st.just(1) | st.integers(1, longest))
+        source = draw(st.sampled_from([NO_STATE, 0, 1, PADDING]))
+        found.append(Part(tokens, source, draw(st.just(0) | st.integers(0, tokens))))
+    return found
+
+
+def shape_of(kv_heads: int, keys_of_each: int, values_of_key: int, dim: int, conv_size: int) -> DeltaNetShape:
+    num_keys = kv_heads * keys_of_each
+    return DeltaNetShape(num_keys, num_keys * values_of_key, dim, dim, conv_size)
+
+
+def weights_of(shape: DeltaNetShape, dtype: torch.dtype) -> DeltaNetWeights:
+    return DeltaNetWeights(
+        randn(shape.channels, shape.conv_size, dtype=dtype, seed=1),
+        randn(shape.num_value_heads, seed=2).exp(),
+        randn(shape.num_value_heads, seed=3),
+        1 + randn(shape.value_dim, seed=4) / 4,
+        1e-6,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's layer and a pool in which every block holds random numbers."""
+
+    shape: DeltaNetShape
+    weights: DeltaNetWeights
+    place: StatePlace
+    pool: Tensor
+
+    def inputs(self, parts: Sequence[Part]) -> StateInputs:
+        """Tables have the blocks of other layers before and behind this one's, in no order."""
+        length = self.place.first + self.place.count + 1
+        blocks = torch.randperm(len(self.pool), generator=torch.Generator().manual_seed(1))
+        tables = blocks[: len(parts) * 3 * length].view(len(parts), 3, length).int()
+        starts = torch.tensor([0, *(part.num_tokens for part in parts)]).cumsum(0).int()
+        sources, marks = [part.source for part in parts], [part.mark for part in parts]
+        return StateInputs(
+            starts, tables, torch.tensor(sources, dtype=torch.int32), torch.tensor(marks, dtype=torch.int32)
+        )
+
+    def projected(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        return randn(num_tokens, self.shape.width, dtype=dtype, seed=5)
+
+    def run(self, kernel: DeltaNet, projected: Tensor, pool: Tensor, parts: Sequence[Part]) -> Tensor:
+        return kernel(projected, pool, self.place, self.shape, self.weights, self.inputs(parts))
+
+
+def case_of(
+    shape: DeltaNetShape, num_kv_heads: int, dtype: torch.dtype, first: int = 0, num_seqs: int = 1,
+    pool_dtype: torch.dtype | None = None,
+) -> Case:  # fmt: skip
+    """A head's keys in a block hold two rows of a state."""
+    pool_dtype = pool_dtype or dtype
+    run_bytes = 2 * 4 * shape.value_dim
+    count = num_state_blocks(shape, num_kv_heads, run_bytes)
+    num_blocks = 3 * num_seqs * (first + count + 1) + 2
+    sizes = (
+        num_blocks,
+        NUM_LAYERS,
+        2,
+        num_kv_heads,
+        BLOCK_SIZE,
+        run_bytes // BLOCK_SIZE // pool_dtype.itemsize,
+    )
+    pool = torch.zeros(sizes, dtype=pool_dtype)
+    pool.view(torch.float32).copy_(randn(*pool.view(torch.float32).shape, seed=6))
+    return Case(shape, weights_of(shape, dtype), StatePlace(LAYER, first, count), pool)
+
+
+def assert_same_step(
+    case: Case, kernel: DeltaNet, reference: DeltaNet, dtype: torch.dtype, parts: Sequence[Part]
+) -> None:
+    """The output and the states are close to the reference's, and nothing else in the pool changes."""
+    projected = case.projected(sum(part.num_tokens for part in parts), dtype)
+    pool, expected_pool = case.pool.clone(), case.pool.clone()
+    found = case.run(kernel, projected, pool, parts)
+    expected = case.run(reference, projected, expected_pool, parts)
+    assert found.dtype == dtype
+    allowed = 2e-5 if dtype == torch.float32 else 2e-2
+    assert (found - expected).abs().max() <= allowed * expected.abs().max() + 1e-30
+    before, after, known = (of.view(torch.int32) for of in (case.pool, pool, expected_pool))
+    assert torch.equal(after[known == before], before[known == before])
+    states, known_states = pool.view(torch.float32), expected_pool.view(torch.float32)
+    assert (states - known_states).abs().max() <= 2e-5 * known_states.abs().max()
+
+
+def assert_same_bits_in_chunks(
+    case: Case, kernel: DeltaNet, dtype: torch.dtype, source: int, length: int, cuts: Sequence[int]
+) -> None:
+    """A sequence at once, with a snapshot, and in chunks: output, state and snapshot are equal bit by bit."""
+    projected, mark = case.projected(length, dtype), cuts[0]
+    whole_pool, pool = case.pool.clone(), case.pool.clone()
+    whole = case.run(kernel, projected, whole_pool, [Part(length, source, mark)])
+    edges = sorted({0, length, *cuts})
+    found, newest = [], source
+    for start, end in itertools.pairwise(edges):
+        part = Part(end - start, newest, end - start if end == mark else 0)
+        found.append(case.run(kernel, projected[start:end], pool, [part]))
+        newest = 0 if newest == NO_STATE else 1 - newest
+    assert torch.equal(torch.cat(found), whole)
+    tables = case.inputs([Part(1)]).tables[0, :, case.place.first :][:, : case.place.count].long()
+    of_whole = 0 if source == NO_STATE else 1 - source
+    for one, other in ((newest, of_whole), (2, 2)):
+        pair = pool[tables[one], LAYER], whole_pool[tables[other], LAYER]
+        floats = [parts.movedim(2, 0).contiguous().view(torch.float32).flatten(1) for parts in pair]
+        used = case.shape.of_head(pool.shape[3]).num_floats
+        assert torch.equal(floats[0][:, :used], floats[1][:, :used])
