@@ -5,7 +5,7 @@ hidden. It rounds where a product and ``gate_mul`` do: gate and up to the type o
 them. Tiles of 64 rows and more sum as ``ExactLinear`` does: gpu_check compares the bits.
 
 If it is faster: ``CudaKernels.linear`` returns a Linear with a method ``gated``, which calls ``gate_up`` for
-the numbers of rows where it is, and ``DecoderLayer._mixed`` asks for that method, if the activation is silu
+the numbers of rows where it is, and ``LayerMlp.of`` asks for that method, if the activation is silu
 and there is no bias.
 """
 

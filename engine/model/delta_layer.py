@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.delta_net import DeltaNetWeights, StateInputs
-from ...kernels.delta_net_shape import DeltaNetShape
+from ...kernels.delta_net_shape import DeltaNetShape, StatePlace
 from .config import ModelConfig
 from .delta_net_config import DELTA_NET, DeltaNetConfig
 from .layer_mlp import LayerMlp, ResidualNorm
@@ -25,6 +25,7 @@ class DeltaLayer:
         name = f"{layer}.{DELTA_NET}"
         self._kernels, self._index = load.kernels, index
         self._states, self._shape = states, states.config.shape
+        self._places: dict[tuple[int, int], StatePlace] = {}  # by size of blocks and of a number
         input_norm = load.norm(f"{layer}.{config.tensors.input_norm}", float(config.unit_norms))
         self._input_norm = ResidualNorm(load.kernels, input_norm, config.residual_eps)
         projections = [f"{name}.{projection}" for projection in of.projections]
@@ -40,9 +41,14 @@ class DeltaLayer:
         ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
         """
         projected = self._input_norm.into(self._projections, hidden, residual)  # [T, shape.width]
-        place = self._states.place(self._index, pool.shape[4], pool.element_size())
-        out = self._kernels.delta_net(projected, pool, place, self._shape, self._weights, inputs)
+        out = self._kernels.delta_net(projected, pool, self._place(pool), self._shape, self._weights, inputs)
         return self._mlp(self._out(out), residual)
+
+    def _place(self, pool: Tensor) -> StatePlace:
+        sizes = pool.shape[4], pool.element_size()
+        if sizes not in self._places:
+            self._places[sizes] = self._states.place(self._index, *sizes)
+        return self._places[sizes]
 
 
 def rows_of_projections(config: DeltaNetConfig, rank: Rank) -> Tensor | None:

@@ -14,13 +14,13 @@ from support.families import SMALL
 from support.hybrid_families import DELTA_NET
 from support.models import make_checkpoint
 from support.quantised_checkpoints import LEFT_OUT, SIDES, by_block, rewrite
-from support.states import make_runner, random_tokens, reference_logits, whole_logits
+from support.states import BLOCK_SIZE, make_runner, random_tokens, reference_logits, whole_logits
 from transformers import PreTrainedModel
 
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.model.config import ModelConfig, parse_config
 from splitserve.engine.model.model_folder import check_model_folder
-from splitserve.engine.model.ranks import check_split
+from splitserve.engine.model.ranks import Rank, check_split, of_rank
 from splitserve.engine.model.tensors import expected_tensors
 from splitserve.kernels.delta_net_shape import StatePlace
 from splitserve.kernels.quantised import Scheme, quantise
@@ -182,3 +182,22 @@ def test_caches_that_cannot_hold_states_are_refused(
     make_checkpoint(tmp_path, "qwen3_5", linear_value_head_dim=64)
     with pytest.raises(ModelConfigError, match=message):
         make_runner(tmp_path, **settings)
+
+
+def test_states_lie_behind_each_other_in_the_next_layer_of_full_attention() -> None:
+    """The largest group of linear layers decides how many blocks there are."""
+    kinds = "LLFFLLLFLF"
+    layer_types = [{"L": "linear_attention", "F": "full_attention"}[kind] for kind in kinds]
+    config = parsed(
+        ARCHITECTURE, **{**SMALL, **DELTA_NET, "num_hidden_layers": 10, "layer_types": layer_types}
+    )
+    states, own, two = config.states, of_rank(config, Rank(1, 2)).states, 2  # 5,248 bytes in blocks of 4,096
+    assert states is not None
+    assert own is not None
+    places = [states.place(i, BLOCK_SIZE, 4) for i, kind in enumerate(kinds) if kind == "L"]
+    found = [(place.layer, place.first) for place in places]
+    assert found == [(0, 0), (0, 2), (2, 0), (2, 2), (2, 4), (3, 0)]
+    assert {place.count for place in places} == {two}
+    assert states.num_blocks(BLOCK_SIZE, 4) == 3 * two
+    assert states.num_blocks(2 * BLOCK_SIZE, 4) == 3
+    assert own.num_blocks(BLOCK_SIZE, 4) == 3 * two, "a rank's heads are a part of each block"
