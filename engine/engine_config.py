@@ -44,7 +44,6 @@ def check_formats(settings: WorkerSettings, config: ModelConfig, device: torch.d
         for option, given in {
             "kv-dtype": settings.kv_dtype != "auto",
             "kv-store": bool(settings.kv_store),
-            "lora-folder": settings.lora_folder is not None,
         }.items():
             if given:
                 raise ModelConfigError(

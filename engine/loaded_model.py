@@ -155,6 +155,10 @@ class LoadedModel:
             dtypes = f"{self.dtype} {cache_dtype}".replace("torch.", "")
             self.kv_name = f"{weights_name} {dtypes} {self.numerics}"
             layout, group = KVCacheLayout.of(self.config, block_size, cache_dtype), self.kernels.key_group
+            if self.config.states is not None:
+                self.config.states.num_blocks(
+                    block_size, cache_dtype.itemsize
+                )  # whether blocks can hold them
             if group > 1 and (layout.planes, block_size % group) == (2, 0):
                 self.kv_name += f", keys by {group}"
             # no table of angles for more

@@ -18,6 +18,7 @@ KVDType = Literal["auto", "fp8", "int8"]
 Quantization = Literal["none", "fp8", "int8", "int4"]
 Mover = Literal["auto", "cuda_ipc", "shm", "nccl", "nixl", "tcp"]
 KV_STORE_URL = re.compile(r"(s3|gs|az)://[^/\s?#@]+(/[^\s?#]*)?")
+_LIKE_A_URL = re.compile(r"[a-z0-9+]+:/|(s3|gs|az):|.*://")
 CONTROL_ADDRESS = r"(?:tcp|dns)://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
 
 
@@ -235,7 +236,7 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
             raise ValueError("--num-blocks and --kv-cache-gib both size the KV cache: give one")
         if self.lora_folder is not None and self.runner != "model":
             raise ValueError("--lora-folder needs --runner model: a paced worker computes nothing")
-        if "://" in self.kv_store:
+        if _LIKE_A_URL.match(self.kv_store):
             self._require_object_store()
         return self
 
@@ -243,7 +244,8 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         if not KV_STORE_URL.fullmatch(self.kv_store):
             raise ValueError(
                 "--kv-store: of URLs only s3://BUCKET/PREFIX, gs://BUCKET/PREFIX and "
-                "az://CONTAINER/PREFIX are taken; credentials come from the environment"
+                "az://CONTAINER/PREFIX are taken, with two slashes; credentials come from the environment. A "
+                "folder of such a name is written ./NAME"
             )
         if self.kv_store_gib is not None:
             raise ValueError(

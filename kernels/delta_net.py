@@ -46,7 +46,7 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True, slots=True)
 class StateInputs:
-    """Where a step's sequences have the states of their layers.
+    """The places of the states of a step's sequences.
 
     query_start_loc int32 [num_seqs + 1]
     tables          int32 [num_seqs, 3, blocks]  blocks of the pool: two copies of the state, and a snapshot
@@ -85,8 +85,8 @@ def delta_net(
         copy = 0 if source == NO_STATE else 1 - source
         end = starts[i] + mark if mark else starts[i]
         for first, last, to in ((starts[i], end, 2), (end, starts[i + 1], copy)):
-            if first < last:
-                out[first:last], newest = _run(projected[first:last], state, newest, shape, weights)
+            for t in range(first, last):  # one by one: torch's vectors give a number bits by its place
+                out[t : t + 1], newest = _run(projected[t : t + 1], state, newest, shape, weights)
             if first < last or to == copy:
                 _write(pool, place, tables[to], shape, state, newest)
     return out

@@ -18,7 +18,7 @@ class DeltaNetShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k and v of all heads side by side."""
+        """Channels of the convolution: q, k and v of all heads side by side."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
@@ -28,7 +28,7 @@ class DeltaNetShape:
 
     @property
     def num_floats(self) -> int:
-        """Of a layer's state: [Hv, Dk, Dv], and behind it the newest inputs of the convolution."""
+        """Numbers of a layer's state: [Hv, Dk, Dv], and behind it the newest inputs of the convolution."""
         state = self.num_value_heads * self.key_dim * self.value_dim
         return state + self.channels * (self.conv_size - 1)
 
@@ -42,8 +42,8 @@ class DeltaNetShape:
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where a layer's state lies in the blocks of a table: in ``count`` of them from ``first`` on, in the
-    bytes of the cache's layer ``layer``.
+    """The place of a layer's state: ``count`` blocks of a table from ``first`` on, there the bytes of the
+    cache's layer ``layer``.
 
     The part of each key-value head (``DeltaNetShape.of_head``) lies in that head's bytes, [Hv, Dk, Dv] and
     then [conv_size - 1, channels], as float32: first in the head's keys of the first block, then in its

@@ -228,7 +228,7 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
     def _add(self, message: Prefill, now: float) -> None:
         spec = message.spec
         key = (spec.coordinator, spec.dispatch)
-        needed = -(-spec.num_tokens // self.scheduler.block_size) + self.scheduler.fixed_blocks
+        needed = -(-spec.num_tokens // self.scheduler.block_size) + self.scheduler.prompt_blocks.fixed_blocks
         if key in self._past:
             # an echo: its handoff's messages could echo too, and be taken for the new one's; or cancelled
             # before it came

@@ -18,7 +18,7 @@ the pool in this way while there are prompts for others: it slows its own reques
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -27,12 +27,12 @@ from ..engine.cache.block_manager import BlockManager
 from ..engine.role_core import SizeLimit
 from ..engine.step.batch import SamplingState
 from ..transport.handoff.protocol import Key
-from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind, root_hash
-from ..transport.messages.messages import Peer, RequestSpec, u32_array
+from ..transport.messages.blocks import chain, held, root_hash
+from ..transport.messages.messages import Peer, PeerId, RequestSpec, u32_array
 from ..transport.messages.prompt_order import prompt_rank
 from .chunks import Chunk, PrefillSequence, PrefillStep, batch_of
-from .queue_pass import QueuePass
-from .states import StateCache, held_states
+from .prompt_blocks import PromptBlocks, tables
+from .states import StateCache
 
 STEPS_AT_BUDGET = 32  # steps after which a budget that lack of memory had cut is doubled
 
@@ -56,8 +56,9 @@ class PrefillScheduler:
         """``for_decode``: how many blocks are to be left to the decode worker over the same blocks, which
         takes every prompt that is computed here; None: there is none. ``window``: the model's widest, in
         tokens; 0: none. ``state_blocks``: of each sequence's state; 0: the model has none."""
-        self._states = StateCache(blocks, state_blocks, block_size)
-        self.blocks, self.block_size, self._window = blocks, block_size, window
+        states = StateCache(blocks, state_blocks, block_size)
+        self.prompt_blocks = PromptBlocks(blocks, block_size, window, states, for_decode)
+        self.blocks, self.block_size = blocks, block_size
         self.for_decode, self._kv_name = for_decode, kv_name
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
         self._budget = SizeLimit(max_batch_tokens, STEPS_AT_BUDGET, lambda tokens: 2 * tokens)
@@ -77,11 +78,6 @@ class PrefillScheduler:
         return sum(s.remaining for s in unfinished if s.key[0] != but_of)
 
     @property
-    def fixed_blocks(self) -> int:
-        """Blocks that a prompt needs however long it is."""
-        return 2 * self._states.num_blocks
-
-    @property
     def held(self) -> list[Key]:
         return [*self.waiting, *self.running, *self.pinned]
 
@@ -92,8 +88,7 @@ class PrefillScheduler:
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here."""
         for sequence in (*self.running.values(), *self.pinned.values()):
-            yield held(sequence.blocks)
-            yield from held_states(sequence.states)
+            yield from tables(sequence)
         chunks = (chunk.states for step in self._in_flight for chunk in step.chunks)
         yield from (states.snapshot for states in chunks if states)
 
@@ -128,12 +123,12 @@ class PrefillScheduler:
             sequence.cancelled = True
         else:
             self.running.pop(key, None)
-            self._free(sequence)
+            self.prompt_blocks.free(sequence)
 
     def unpin(self, key: Key) -> None:
         """The handoff of a computed prompt is over."""
         if key in self.pinned:
-            self._free(self.pinned.pop(key))
+            self.prompt_blocks.free(self.pinned.pop(key))
 
     def schedule(self, now: float, num_decode_rows: int = 0) -> PrefillStep | None:
         """The next step's chunks, or None where there is nothing to compute. New prompts are taken from
@@ -147,7 +142,7 @@ class PrefillScheduler:
         most = max(self._max_batch_tokens - num_decode_rows, min(self.block_size, self._max_batch_tokens))
         budget = min(self._budget.now, most)
         chunks: list[Chunk] = []
-        queue = QueuePass(self, now) if self.waiting else None
+        queue = _QueuePass(self, now) if self.waiting else None
         candidates = [*self.running.values(), *self.waiting.values()]
         if len(candidates) > 1:
             size, match, aging = self.block_size, self.blocks.match_prefix, self._aging
@@ -162,7 +157,8 @@ class PrefillScheduler:
                 continue
             if sequence.state.lacks_matcher and count == sequence.unscheduled and not sequence.scores_only:
                 continue  # nothing could be sampled yet
-            chunks.append(self._chunk(sequence, count))
+            others = len(self.running) + len(self.pinned)
+            chunks.append(self.prompt_blocks.chunk(sequence, count, others))
             sequence.num_scheduled += count
             sequence.num_steps += 1
             budget = 0 if sequence.alone else budget - count
@@ -208,10 +204,11 @@ class PrefillScheduler:
         dropped meanwhile is gone."""
         self._take_out(step)
         self._failed = bool(self._in_flight)
-        for sequence, states in [(chunk.sequence, chunk.states) for chunk in step.chunks]:
+        for chunk in step.chunks:
+            sequence = chunk.sequence
             sequence.num_steps -= 1
             sequence.num_scheduled = sequence.num_computed
-            self._states.release(states)
+            self.prompt_blocks.drop(chunk)
             if sequence.cancelled:
                 self.drop(sequence.key)
 
@@ -229,43 +226,19 @@ class PrefillScheduler:
         sequence = chunk.sequence
         sequence.num_steps -= 1
         if sequence.cancelled:
-            self._states.release(chunk.states)
+            self.prompt_blocks.drop(chunk)
             self.drop(sequence.key)
             return False
-        first, last = sequence.num_computed // self.block_size, chunk.end // self.block_size
-        sequence.num_computed += chunk.count
-        before = sequence.hashes[first - 1] if first else None
-        self.blocks.commit_all(sequence.blocks[first:last], sequence.hashes[first:last], before)
-        if chunk.states:
-            self._states.book(sequence.states, chunk.states, sequence.hashes[last - 1] if last else None)
-        self._release_behind_window(sequence)
+        self.prompt_blocks.book(chunk)
         if chunk.is_last:
             del self.running[sequence.key]
             self.pinned[sequence.key] = sequence
         return True
 
     def start(self, sequence: PrefillSequence, now: float) -> bool:
-        """Give a waiting prompt all its blocks. Return False if there is no room.
-
-        Beside a decode worker some are left to it: those that its sequences may grow into, and a last,
-        partial block for each prompt from here, which moves."""
-        left = self._left_to_decode(len(self.running) + len(self.pinned) + 1)
-        usable = sequence.usable_hashes(self.block_size)
-        cached_hashes = usable[: self.blocks.match_prefix(usable)]
-        total = -(-sequence.num_tokens // self.block_size)
-        for hits in (self._states.match(cached_hashes), 0):  # a snapshot needs room, too
-            needed = total - hits + left + self._states.num_needed(usable[:hits])
-            behind = num_behind(hits * self.block_size, self._window, self.block_size)
-            if needed <= self.blocks.num_available - self.blocks.num_idle_among(usable[behind:hits]):
-                break
-        else:
+        """Give a waiting prompt all its blocks. Return False if there is no room."""
+        if not self.prompt_blocks.take(sequence, len(self.running) + len(self.pinned)):
             return False
-        cached = self.blocks.acquire_prefix(usable[behind:hits])
-        sequence.states = self._states.begin(cached_hashes, hits)
-        fresh = self.blocks.allocate(total - hits)
-        assert fresh is not None, "room was checked"
-        sequence.blocks = [NO_BLOCK] * behind + cached + fresh
-        sequence.num_computed = sequence.num_scheduled = sequence.num_cached_tokens = hits * self.block_size
         sequence.started = now
         self.num_prompt_tokens += sequence.num_tokens
         self.num_cached_tokens += sequence.num_cached_tokens
@@ -273,24 +246,42 @@ class PrefillScheduler:
         self.started.append(sequence)
         return True
 
-    def _left_to_decode(self, num_prompts: int) -> int:
-        """Blocks to leave to the decode worker over the same ones, with this number of prompts from here."""
-        return self.for_decode() + num_prompts * (1 + self.fixed_blocks) if self.for_decode else 0
 
-    def _chunk(self, sequence: PrefillSequence, count: int) -> Chunk:
-        start, left = sequence.num_scheduled, self._left_to_decode(len(self.running) + len(self.pinned))
-        states = self._states.of_chunk(
-            sequence.states, sequence.num_steps, start, start + count, sequence.hashes, left
-        )
-        return Chunk(sequence, start, count, states)
+class _QueuePass:
+    """One pass over the prompts that wait, most urgent first: which of them start."""
 
-    def _free(self, sequence: PrefillSequence) -> None:
-        self.blocks.release(sequence.blocks)
-        self._states.free(sequence.states)
+    def __init__(self, scheduler: PrefillScheduler, now: float) -> None:
+        self._scheduler, self._now = scheduler, now
+        running, size = scheduler.running.values(), scheduler.block_size
+        self._computing = {block_hash for s in running if (block_hash := s.next_hash(size))}
+        self._crowding = self._crowding_peers()
+        self._starved = False  # a prompt that has waited too long gets the next blocks
 
-    def _release_behind_window(self, sequence: PrefillSequence) -> None:
-        """No later chunk reads these blocks, and the decode worker wants none of them."""
-        behind = num_behind(sequence.num_computed, self._window, self.block_size)
-        if behind and (left := held(sequence.blocks[:behind])):
-            self.blocks.release(left)
-            sequence.blocks[:behind] = [NO_BLOCK] * behind
+    def starts(self, sequence: PrefillSequence) -> bool:
+        """Start this prompt, unless it has to wait for blocks, its decode worker, cached blocks of another
+        worker, or another prompt that computes its next block."""
+        waits = self._starved or sequence.peer_id in self._crowding or self._now < sequence.prefix_by
+        if waits or self._being_computed(sequence):
+            return False
+        if not self._scheduler.start(sequence, self._now):
+            self._starved = self._now - sequence.arrival > self._scheduler.starving_s
+            return False
+        if block_hash := sequence.next_hash(self._scheduler.block_size):
+            self._computing.add(block_hash)
+        return True
+
+    def _being_computed(self, sequence: PrefillSequence) -> bool:
+        usable = sequence.usable_hashes(self._scheduler.block_size)
+        hits = self._scheduler.blocks.match_prefix(usable)
+        return hits < len(usable) and usable[hits] in self._computing
+
+    def _crowding_peers(self) -> set[PeerId]:
+        """Decode workers whose blocks, computed and not taken in, fill half of the pool while prompts for
+        others wait."""
+        scheduler = self._scheduler
+        if len({s.peer_id for s in scheduler.waiting.values()}) < 2:
+            return set()
+        kept: Counter[PeerId] = Counter()
+        for sequence in scheduler.pinned.values():
+            kept[sequence.peer_id] += len(held(sequence.blocks)) + scheduler.prompt_blocks.fixed_blocks
+        return {peer for peer, count in kept.items() if count >= scheduler.blocks.num_blocks // 2}

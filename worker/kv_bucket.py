@@ -19,7 +19,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from ..engine.errors import KVStoreError
-from .kv_store import Threads
+from .kv_store import MAX_KNOWN
+from .threads import Threads
 
 TIMEOUT = timedelta(seconds=10)  # no prompt waits longer
 CONNECT_TIMEOUT = timedelta(seconds=2)
@@ -39,6 +40,7 @@ class KVBucket:
     num_readers = ahead = 32
     num_writers = 16
     group_bytes = 0  # one block
+    max_known = MAX_KNOWN
 
     def __init__(self, url: str) -> None:
         """Raises KVStoreError, or ModuleNotFoundError without the extra."""

@@ -24,7 +24,7 @@ class KVFolder:
 
     num_readers, num_writers = 4, 1
     group_bytes = 2 << 20  # a loop copies them in 0.2 ms
-    ahead = 4
+    ahead, max_known = 4, 0
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         """``max_bytes``: of the whole folder."""

@@ -14,14 +14,13 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import blake2b
-from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -35,11 +34,12 @@ from ..transport.handoff.protocol import Key
 from ..transport.messages.messages import ModelIdentity
 from ..transport.movers.block_memory import BlockPool, memory_of
 from .parts import ReadingCore
+from .threads import Threads
 
 NONCE_BYTES = 12
 TAG_BYTES = 16
 MAX_QUEUED_GROUPS = 16  # to be written
-STOP_S = 1.0  # for the calls that threads have begun
+MAX_KNOWN = 1 << 16  # hashes, which take up to 20 MB of memory
 WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
@@ -63,6 +63,10 @@ class Storage(Protocol):
     def ahead(self) -> int:
         """Groups that a prompt has read at a time."""
 
+    @property
+    def max_known(self) -> int:
+        """Blobs that a worker may take for there, and not ``touch``; 0: a touch keeps them there."""
+
     def open(self, folder: str) -> None:
         """Make ready for names that begin with ``folder``/. Raises KVStoreError with what to do."""
 
@@ -84,41 +88,24 @@ class Storage(Protocol):
         """End what runs, as far as possible: it fails."""
 
 
-class Threads:
-    """Run one call after the other. They may hang: unlike those of ``concurrent.futures``, they keep no
-    process from its end."""
+class KnownHashes:
+    """Hashes whose blobs were there when this worker last wrote, read or touched them: up to ``limit``, the
+    latest ones. For all threads."""
 
-    def __init__(self, count: int) -> None:
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], Sequence[Any]] | None] = SimpleQueue()
-        self._stopped = False
-        self._threads = [
-            threading.Thread(target=self._run, name="kv-store", daemon=True) for _ in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, limit: int) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # the latest last; a dict pops the first slowly
 
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._calls.put((future, call, args))
-        return future
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._known
 
-    def stop(self) -> None:
-        """Forget the calls that have not begun."""
-        self._stopped = True
-        for _ in self._threads:
-            self._calls.put(None)
-
-    def join(self) -> None:
-        """Wait for the calls that have begun, up to ``STOP_S``."""
-        until = time.monotonic() + STOP_S
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-
-    def _run(self) -> None:
-        while (work := self._calls.get()) is not None and not self._stopped:
-            future, call, args = work
-            if future.set_running_or_notify_cancel():
-                future.set_result(call(*args))
+    def note(self, block_hash: bytes, is_there: bool) -> None:
+        with self._lock:
+            self._known.pop(block_hash, None)
+            if is_there:
+                self._known[block_hash] = None
+                if len(self._known) > self._limit:
+                    self._known.popitem(last=False)
 
 
 class KVStore:
@@ -143,6 +130,7 @@ class KVStore:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._block_bytes, self._wake = model.block_bytes, wake
         self.group, self.ahead = max(1, storage.group_bytes // model.block_bytes), storage.ahead
+        self._known = KnownHashes(storage.max_known)
         self._reads: dict[Key, deque[Future[list[bytes]]]] = {}  # in their order
         self._writes: list[Future[int]] = []
         self._readers, self._writer = Threads(storage.num_readers), Threads(storage.num_writers)
@@ -161,6 +149,10 @@ class KVStore:
         """Whether the next group may be written."""
         self._settle_writes()
         return len(self._writes) < MAX_QUEUED_GROUPS
+
+    def knows(self, block_hash: bytes) -> bool:
+        """Whether the block need not be written: this worker believes that it is there."""
+        return block_hash in self._known
 
     def write(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copy these blocks now, and write them soon. They are final."""
@@ -234,16 +226,19 @@ class KVStore:
         try:
             blob = self._storage.get(name, NONCE_BYTES + self._block_bytes + TAG_BYTES)
             if blob is None:
+                self._known.note(block_hash, is_there=False)
                 return None
             sealed = memoryview(blob)  # a copy would be made under Python's lock
             block = self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], self._model + block_hash)
             if len(block) != self._block_bytes:
                 raise InvalidTag
+            self._known.note(block_hash, is_there=True)
             return block
         except (InvalidTag, ValueError):
             self._warn(f"{self._storage}/{name} is damaged: it is removed")
             with suppress(OSError):
                 self._storage.remove(name)
+            self._known.note(block_hash, is_there=False)
         except OSError as error:
             self._warn(f"cannot read {self._storage}/{name}: {error.strerror}")
         return None
@@ -258,6 +253,7 @@ class KVStore:
                     sealed = self._cipher.encrypt(nonce, block.data, self._model + block_hash)
                     self._storage.put(name, nonce + sealed)
                     num_new += 1
+                self._known.note(block_hash, is_there=True)
         except OSError as error:
             self._warn(f"cannot write to {self._storage}/{self._folder}: {error.strerror}")
         return num_new

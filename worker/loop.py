@@ -41,7 +41,7 @@ class Worker:
         self._leaving = False  # the process ends with its last role, and begins none
         self.turned_at = 0.0  # seconds of the clock
         self._host: RoleHost | None = None
-        self._offload = Offload(parts.blocks) if parts.store is not None else None
+        self._offload = Offload(parts.blocks, parts.store.knows) if parts.store is not None else None
         if isinstance(settings, FlexibleSettings):
             self._host = RoleHost(
                 settings.worker_id,

@@ -51,7 +51,8 @@ def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
         settings.chunk_budget if isinstance(settings, PrefillSettings) else None,
         2 * settings.max_num_seqs,  # decode rows, and prompts beside them
     )
-    if decodes and settings.num_speculative_tokens and model.identity.state_blocks:
+    drafts = isinstance(settings, DecodeSettings) and settings.num_speculative_tokens
+    if drafts and model.identity.state_blocks:
         raise ModelConfigError(
             "a model with linear attention cannot take back drafted tokens yet: leave out "
             "--num-speculative-tokens"

@@ -81,13 +81,8 @@ def model_figures(
     engine = BareEngine(shape, torch.device(device), exact, max_len, graphs, prefill_tokens=chunk)
     ready_us = (time.perf_counter() - started) * 1e6
     name += EXACT_SUFFIX if exact else ""
-    yield Figure(
-        f"{name}: weights made, graphs captured",
-        ready_us,
-        ready_us,
-        engine.weight_bytes / ready_us * 1e6,
-        "B",
-    )
+    rate = engine.weight_bytes / ready_us * 1e6
+    yield Figure(f"{name}: weights made, graphs captured", ready_us, ready_us, rate, "B")
     decodes = ((8, 1024), (32, 4096)) if exact and big else DECODES if big else ((2, 20),)
 
     def decode_figures(wanted: Callable[[int], bool]) -> Iterator[Figure]:

@@ -46,7 +46,7 @@ class OllamaEmbedRequest(_EmbedFields):
 class OllamaEmbeddingsRequest(_EmbedFields):
     """POST /api/embeddings."""
 
-    prompt: str
+    prompt: Annotated[str, Field(min_length=1)]
 
 
 class EmbedRoutes:

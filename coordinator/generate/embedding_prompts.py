@@ -47,6 +47,7 @@ def completion_of(request: EmbeddingRequest, model: ServedModel) -> CompletionRe
 
 def _token_ids(request: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
     most = model.max_model_len - 1  # a worker's sequence has room for one token more
+    most = min(most, model.embeddings.longest or most)
     asked = request.truncate_prompt_tokens
     keep = None if asked is None else most if asked < 0 else min(asked, most)
     texts = [each for each in request.input if isinstance(each, str)]

@@ -46,7 +46,7 @@ CLASS_TIERS: dict[PriorityClass, ServiceTier] = {
     "premium": "priority", "standard": "default", "free": "default", "batch": "flex",
 }  # fmt: skip
 """The tier that an answer names."""
-MAX_EMBEDDED = 256  # a quarter of the queue that the coordinator has by default
+MAX_READ = 256  # prompts; a quarter of the queue that the coordinator has by default
 NO_HEAD = "The model {!r} has no head (lm_head), and serves nothing but /v1/embeddings."
 AskedRequest = GenerateRequest | EmbeddingRequest
 _RANKS: dict[PriorityClass, int] = {"premium": 0, "standard": 1, "free": 2, "batch": 3}
@@ -117,8 +117,8 @@ class RequestPlan(NamedTuple):
 
     @property
     def max_running(self) -> int:
-        """Number of its sequences that wait or run at a time. The coordinator's queue is for all requests."""
-        return self.num_choices if self.embedding is None else MAX_EMBEDDED
+        """Sequences that wait or run at a time; a part of those to embed or to score, which are many."""
+        return self.num_choices if self.embedding is None and self.most_prompt_logprobs is None else MAX_READ
 
     @property
     def max_tokens(self) -> int:

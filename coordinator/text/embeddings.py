@@ -6,7 +6,7 @@ a vector has the length 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from .tokenizer import Tokenizer, read_json
 
-MODULES = "modules.json"
+MODULES, TEXTS = "modules.json", "sentence_bert_config.json"
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+MAX_HEADER_BYTES = 32 << 20
 LAST_TOKEN = "lasttoken"
 
 
@@ -34,13 +36,15 @@ class EmbeddingRules:
     refusal: str = ""
     alone: bool = False
     """The checkpoint has no head (``lm_head``): nothing but embeddings is served."""
+    longest: int | None = None
+    """Tokens of the longest text; None: as the model's context."""
 
     @classmethod
     def load(cls, folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> EmbeddingRules:
         """Read a checkpoint folder, whose config.json is given. Raises ValueError."""
         modules = _modules(folder)
         kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-        refusal = ""
+        refusal, longest = "", None
         if others := sorted({*kinds} - {"Transformer", "Pooling", "Normalize"}):
             refusal = f"its {MODULES} has a module {others[0]!r}, which is not built"
         for module, kind in zip(modules, kinds, strict=True):
@@ -49,6 +53,10 @@ class EmbeddingRules:
                     f"it pools by {pooling}, and only the last token's hidden state is built: those of "
                     "cached tokens are not kept"
                 )
+            if kind == "Transformer":
+                longest, lower_cases = _text_rules(folder, str(module.get("path", "")))
+                if lower_cases:
+                    refusal = f"its {TEXTS} asks for texts in lower case, which is not built"
         size, named = config.get("hidden_size"), config.get("architectures")
         is_base = isinstance(named, list) and [str(each).endswith("Model") for each in named] == [True]
         return cls(
@@ -56,7 +64,10 @@ class EmbeddingRules:
             normalised=not modules or "Normalize" in kinds,
             end=_end(tokenizer) if tokenizer.config.get("add_eos_token") is True else None,
             refusal=refusal,
-            alone=(is_base or bool(modules)) and not config.get("tie_word_embeddings"),
+            alone=(is_base or bool(modules))
+            and not config.get("tie_word_embeddings")
+            and not _has_head(folder),
+            longest=longest,
         )
 
     def vector(self, state: bytes, dimensions: int | None) -> NDArray[np.float32]:
@@ -90,12 +101,40 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
     return modules
 
 
-def _pooling(folder: Path, path: str) -> str:
-    """Return the name of the pooling in ``path``'s config.json; several are joined. Raises ValueError."""
+def _has_head(folder: Path) -> bool:
+    """Whether the weights that are there have one of their own. Raises ValueError."""
+    names: Iterable[str] = dict(read_json(folder / INDEX).get("weight_map") or {})
+    if not names and (file := folder / WEIGHTS).is_file():
+        with file.open("rb") as weights:
+            size = int.from_bytes(weights.read(8), "little")
+            header = weights.read(size) if size <= MAX_HEADER_BYTES else b""
+        try:
+            names = dict(orjson.loads(header))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} has no header of safetensors: {error}") from error
+    return any(name.startswith("lm_head.") or ".lm_head." in name for name in names)
+
+
+def _text_rules(folder: Path, path: str) -> tuple[int | None, bool]:
+    """Return (tokens of the longest text, whether texts are written in lower case) of the transformer in
+    ``path``. Raises ValueError."""
+    found = read_json((_beside(folder, path) if path else folder) / TEXTS)
+    if (longest := found.get("max_seq_length")) is not None and (type(longest) is not int or longest < 1):
+        raise ValueError(f"{folder / TEXTS}: max_seq_length must be a whole number above 0, not {longest!r}")
+    return longest, found.get("do_lower_case") is True
+
+
+def _beside(folder: Path, path: str) -> Path:
+    """Return the folder of a module. Raises ValueError."""
     parts = Path(path).parts
     if len(parts) != 1 or parts[0] in ("/", ".."):
-        raise ValueError(f"{folder / MODULES}: the path of its pooling, {path!r}, is no folder beside it")
-    config = read_json(folder / parts[0] / "config.json")
+        raise ValueError(f"{folder / MODULES}: the path of a module, {path!r}, is no folder beside it")
+    return folder / parts[0]
+
+
+def _pooling(folder: Path, path: str) -> str:
+    """Return the name of the pooling in ``path``'s config.json; several are joined. Raises ValueError."""
+    config = read_json(_beside(folder, path) / "config.json")
     if isinstance(named := config.get("pooling_mode"), str):
         return named
     stem = "pooling_mode_"

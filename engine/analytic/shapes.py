@@ -47,8 +47,14 @@ class Shape:
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """Read the shape from ``config.json``. Raises KeyError where a field is missing."""
+    """Read the shape from ``config.json``. Raises KeyError where a field is missing, ValueError where layers
+    keep a state in place of keys and values."""
     config, whole = config.get("text_config", config), config
+    if config.get("linear_num_value_heads") or "linear_attention" in (config.get("layer_types") or ()):
+        raise ValueError(
+            "a model with linear attention cannot be planned for yet: the planner knows no memory that a "
+            "sequence takes however long it is"
+        )
     layers, hidden, heads = (config[n] for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     config = usual_terms(config, layers)
     dense_mlp = (3 if config.get("gated", True) else 2) * hidden * config.get("intermediate_size", 0)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
 from .config_values import check_kinds, positive_int
+from .delta_net_config import DeltaNetConfig, StateLayout, delta_net_config
 from .families import FAMILIES, architecture_of
 from .family import Family, TensorNames
 from .family_rules import Scales
@@ -18,6 +19,7 @@ from .latent_config import LatentConfig, latent_config, without_share
 from .mixture_config import MixtureConfig, mixture_config
 from .quantisation import Quantisation, parse_quantisation
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
+from .stored_names import as_stored
 
 MODELOPT = "hf_quant_config.json"
 SENTENCE_TRANSFORMERS = "modules.json"
@@ -43,6 +45,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    output_gate: bool
     qk_norm: Literal["", "head", "all", "each"]
     norm_after_rope: bool
     unit_norms: bool
@@ -63,6 +66,7 @@ class ModelConfig:
     quantisation: Quantisation | None = None  # of the checkpoint's weights
     side_by_side: bool = False  # see ``rope.rows_side_by_side``
     full_heads: FullHeads | None = None  # of layers without a window, where they differ
+    delta_net: DeltaNetConfig | None = None  # of layers with linear attention
     further_layers: int = 0  # behind the last: they predict further tokens, and are not used
 
     @property
@@ -91,6 +95,20 @@ class ModelConfig:
         if self.full_heads is not None and self.sliding_windows[layer] is None:
             return self.full_heads
         return FullHeads(self.num_kv_heads, self.head_dim, keys_are_values=False)
+
+    def cache_layer(self, layer: int) -> int:
+        """The layer of the KV cache that has this layer's keys and values, or its state."""
+        return layer if self.delta_net is None else self.delta_net.cache_layer(layer)
+
+    @property
+    def num_cache_layers(self) -> int:
+        return self.cache_layer(self.num_layers)
+
+    @property
+    def states(self) -> StateLayout | None:
+        """Places of linear layers' states in the KV cache."""
+        delta_net = self.delta_net
+        return None if delta_net is None else StateLayout(delta_net, self.num_kv_heads, self.head_dim)
 
     @property
     def kv_planes(self) -> int:
@@ -126,6 +144,7 @@ class ModelConfig:
             raise ModelConfigError(
                 f"{path / 'config.json'} has a value of the wrong type ({error!r:.200}); download it again"
             ) from error
+        found = replace(found, mixture=as_stored(found.mixture, found.tensors.layer, path))
         if found.architecture not in config["architectures"] or (path / SENTENCE_TRANSFORMERS).exists():
             # it has no head of its own, or none that is used: only embeddings are served, unless it is tied
             found = replace(found, tie_word_embeddings=True)
@@ -175,9 +194,7 @@ def parse_config(
     if latent is not None and any(windows):
         raise ModelConfigError("config.json: latent attention with windows (layer_types) is not built")
     own = full_heads(config, windows, num_kv_heads, head_dim) if family.full_heads else None
-    names = family.mixture
-    if config.get("enable_moe_block") is False:
-        names = None
+    names = None if config.get("enable_moe_block") is False else family.mixture
     mixture = None if names is None else mixture_config(config, names, num_layers, activation)
     if quantisation is not None and names is not None:  # routers never are, whatever is left out by name
         quantisation = replace(
@@ -205,6 +222,7 @@ def parse_config(
         qkv_bias=has(family.qkv_bias),
         o_bias=has(family.o_bias),
         mlp_bias=has(family.mlp_bias),
+        output_gate=family.output_gate,
         qk_norm=family.qk_norm if config.get("use_qk_norm", True) else "",
         norm_after_rope=family.norm_after_rope,
         unit_norms=bool(config.get("unit_norms", family.unit_norms)),
@@ -233,6 +251,9 @@ def parse_config(
         quantisation=quantisation,
         side_by_side=interleaved and not family.interleaved_rope,
         full_heads=own,
+        delta_net=delta_net_config(config, family.delta_net, num_layers, num_kv_heads)
+        if family.delta_net
+        else None,
         further_layers=_further_layers(config, family),
     )
 

@@ -15,19 +15,21 @@ LARGEST = {
     "shared_expert_intermediate_size": 1 << 22, "shared_intermediate_size": 1 << 22, "rotary_dim": 1024,
     "num_nextn_predict_layers": 1024, "num_mtp_modules": 1024, "decoder_sparse_step": 1024,
     "q_lora_rank": 1 << 17, "kv_lora_rank": 1 << 13, "qk_nope_head_dim": 1024, "qk_rope_head_dim": 1024,
-    "v_head_dim": 1024,
+    "v_head_dim": 1024, "linear_num_key_heads": 4096, "linear_num_value_heads": 4096,
+    "linear_key_head_dim": 1024, "linear_value_head_dim": 1024, "linear_conv_kernel_dim": 64,
+    "full_attention_interval": 1024,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""
 MOST = 1e12
 NEVER_NULL = (
-    "rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier",
-    "residual_multiplier", "logits_scaling", "logit_scale", "routed_scaling_factor", "first_k_dense_replace",
+    "rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
+    "logits_scaling", "logit_scale", "routed_scaling_factor", "first_k_dense_replace",
     "router_scaling_factor",
 )  # fmt: skip
 NUMBERS = (
     *NEVER_NULL, "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts", "max_window_layers",
-    "num_shared_experts", "moe_num_shared_experts",
+    "num_shared_experts", "moe_num_shared_experts", "attention_multiplier",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
     "low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "alpha",
 )  # fmt: skip

@@ -5,6 +5,10 @@
                  or a weighted sum of several such, for each token of its own (a mixture of experts)
     logits = head(norm(h))
 
+In some families most layers have linear attention (``delta_layer.py``). The KV cache has no layers for these:
+their states lie in blocks of their own, in the bytes of the next layer. So layers are counted as the cache
+counts them, each with the linear ones before it.
+
 Some families norm what a layer adds to h, in place of its input or as well (``TensorNames``). In parallel
 layers attention and MLP share norm(h). LayerNorm, which subtracts the mean, is RMSNorm of an h without mean:
 what is added to h has its mean taken out at load (Ashkboos et al., SliceGPT, 2024).
@@ -22,10 +26,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.delta_net import StateInputs
 from ...kernels.interface import AttentionInputs, FusedLayers, RopeInputs
 from .adapters import StepSlots
 from .config import ModelConfig
 from .decoder_layer import DecoderLayer
+from .delta_layer import DeltaLayer
 from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, LatentChunks, latent_chunks
 from .layers import LayerLoader
 from .ranks import of_rank
@@ -44,6 +50,7 @@ class AttentionMetadata:
     slot_mapping    int64 [num_tokens]
     max_query_len   tokens of the longest chunk; None: the host does not know it, as in a graph
     adapters        int32 [num_tokens], see ``StepSlots``; None: no row has one
+    states          of the sequences' linear layers; None: the model has none
     """
 
     positions: Tensor
@@ -53,10 +60,11 @@ class AttentionMetadata:
     slot_mapping: Tensor
     max_query_len: int | None = None
     adapters: Tensor | None = None
+    states: StateInputs | None = None
 
     def of_rows(self, rows: Tensor) -> AttentionMetadata:
         """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
-        that token. Row -1 is padding: a sequence of no tokens."""
+        that token. Row -1 is padding: a sequence of no tokens. For the last layer, which has no state."""
         sequences = torch.searchsorted(self.query_start_loc, rows.int(), right=True) - 1
         return AttentionMetadata(
             positions=self.positions[rows],
@@ -74,6 +82,7 @@ class StepInputs(NamedTuple):
     rope: RopeInputs
     attention: AttentionInputs
     adapters: Tensor | None
+    states: StateInputs | None = None
     chunks: LatentChunks | None = None
 
 
@@ -99,14 +108,21 @@ class DecoderModel:
         }
         self._eps = config.residual_eps
         self._expands = self._config.latent if load.expands_latent else None
-        self._layers = load.each(
-            lambda i: DecoderLayer(
-                config, i, load, self._tables[config.ropes[i]], factors.get(config.ropes[i])
-            ),
-            config.num_layers,
-        )
+
+        def layer(i: int) -> DecoderLayer | DeltaLayer:
+            if config.delta_net is not None and config.delta_net.layers[i]:
+                return DeltaLayer(config, i, load)
+            rope = config.ropes[i]
+            return DecoderLayer(config, i, load, self._tables[rope], factors.get(rope))
+
+        layers = load.each(layer, config.num_layers)
+        self._layers = [each for each in layers if isinstance(each, DecoderLayer)]
+        self._linear: list[list[DeltaLayer]] = [[] for _ in self._layers]  # those before each of these
+        for i, each in enumerate(layers):
+            if isinstance(each, DeltaLayer):
+                self._linear[config.cache_layer(i)].append(each)
         parts = [layer.parts for layer in self._layers]
-        alone = any(layer.stands_alone for layer in self._layers)
+        alone = any(layer.stands_alone for layer in self._layers) or len(layers) > len(self._layers)
         self._fused = (
             None if config.parallel or config.latent or alone else load.kernels.fuse_layers(parts, self._eps)
         )
@@ -138,7 +154,7 @@ class DecoderModel:
         ``rows``.
 
         ``rows`` int64 [n]: token rows; None: all, in order. ``on_layer`` gets the number of layers whose keys
-        and values are written (on a GPU: once the stream has run), from 0 on.
+        and values, and states, are written (on a GPU: once the stream has run), from 0 on.
 
         If every row is wanted (a decode step), kernels may run all layers in one call; ``on_layer`` then gets
         0 and the last two counts only.
@@ -163,6 +179,7 @@ class DecoderModel:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers of the KV cache."""
         return len(self._layers)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -190,6 +207,7 @@ class DecoderModel:
                 softcap=c.attention_softcap, kv_scales=scales, max_query_len=m.max_query_len,
             ),
             m.adapters,
+            m.states,
         )  # fmt: skip
 
     def run_layers(
@@ -206,6 +224,7 @@ class DecoderModel:
         is the result; None: no layer has run."""
         self._slots.now = inputs.adapters
         for index, layer in enumerate(self._layers[first:last], start=first + 1):
+            hidden = self._run_linear(index - 1, hidden, residual, inputs, pool)
             q: Tensor | ExpandedQueries
             if inputs.chunks is None:
                 q = layer.project(hidden, residual, pool, inputs.rope)
@@ -221,7 +240,17 @@ class DecoderModel:
     ) -> Tensor:
         """Write the last layer's keys and values, add ``hidden`` to ``residual`` and return the queries."""
         self._slots.now = inputs.adapters
+        hidden = self._run_linear(len(self._layers) - 1, hidden, residual, inputs, pool)
         return self._layers[-1].project(hidden, residual, pool, inputs.rope)
+
+    def _run_linear(
+        self, layer: int, hidden: Tensor | None, residual: Tensor, inputs: StepInputs, pool: Tensor
+    ) -> Tensor | None:
+        """The linear layers before this one. Arguments and result as of ``run_layers``."""
+        for linear in self._linear[layer]:
+            assert inputs.states is not None, "a model with linear layers needs the places of their states"
+            hidden = linear.run(hidden, residual, pool, inputs.states)
+        return hidden
 
     def finish(self, q: Tensor, residual: Tensor, inputs: StepInputs, pool: Tensor) -> Tensor:
         """The final hidden states [n, E] of the queries at hand, whose residual rows and inputs these are."""
@@ -239,7 +268,7 @@ class DecoderModel:
         pool: Tensor,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        rope, attention, adapters, _ = self.inputs(metadata)
+        rope, attention, adapters = self.inputs(metadata)[:3]
         hidden = torch.empty_like(residual)
         last = len(self._layers) - 1
         report = on_layer or (lambda _: None)

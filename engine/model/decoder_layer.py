@@ -1,39 +1,24 @@
-"""A layer of the decoder (``decoder.py``, which names the sizes)."""
+"""A layer of the decoder with attention over keys and values (``decoder.py``, which names the sizes)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ...kernels.interface import (
-    AttentionInputs,
-    DenseMlp,
-    LayerParts,
-    Linear,
-    Mixture,
-    RopeInputs,
-    RoundingLinear,
-)
+from ...kernels.interface import AttentionInputs, DenseMlp, LayerParts, Linear, RopeInputs
 from .adapters import AdaptedLinear, base_of
 from .config import ModelConfig
-from .experts import load_mixture
 from .latent_attention import LatentAttention
 from .latent_chunks import ExpandedQueries, LatentChunks
+from .layer_mlp import LayerMlp, ResidualNorm
 from .layers import LayerLoader
-from .rope import rows_of_qkv, rows_side_by_side
+from .rope import rows_of_gates, rows_of_qkv, rows_side_by_side
 
-
-class MixtureBeside(NamedTuple):
-    """A mixture of experts beside a dense MLP, with the norms of this one's output and of both its own
-    ends."""
-
-    mixture: Mixture
-    mlp_norm: Tensor
-    input_norm: Tensor
-    out_norm: Tensor
+VECTOR = 64
+"""A multiple of torch's vectors on CPUs: behind the last whole one, a sigmoid may have other bits."""
 
 
 class DecoderLayer:
@@ -62,25 +47,30 @@ class DecoderLayer:
                 weight = weight.flatten()[order].view_as(weight)
             return weight[own].contiguous() if weight is not None and config.qk_norm == "each" else weight
 
-        self._index, self._rank = index, rank
+        self._index, self._rank = config.cache_layer(index), rank
         self._kernels = load.kernels
         self._eps, self._cos_sin = config.residual_eps, cos_sin
         self._qk_norm, self._inner_eps = config.qk_norm, config.rms_norm_eps
         self._parallel = config.parallel
         self._sliding_window = config.sliding_windows[index]
         self._sinks = load.sinks(f"{name}.{t.sinks}") if t.sinks else None
-        self._input_norm, self._post_norm = norm(t.input_norm), norm(t.post_norm)
-        self._attention_out_norm, self._mlp_out_norm = norm(t.attention_out_norm), norm(t.mlp_out_norm)
+        self._input_norm = ResidualNorm(load.kernels, norm(t.input_norm), self._eps)
+        self._attention_out_norm = norm(t.attention_out_norm)
         self._qkv: Linear
         self._o: Linear
+        self._gate: Linear | None = None
         if config.latent is not None:
             latent = LatentAttention(config.latent, name, load, config.ropes[index].interleaved)
             self._latent, self._qkv, self._o = latent, latent.queries_and_key, latent.output
         else:
-            own = rows_of_qkv(config.ropes[index], *sizes, rank, heads.keys_are_values)
+            gated = config.output_gate
+            own = rows_of_qkv(config.ropes[index], *sizes, rank, heads.keys_are_values, gated)
             adapted = rows_side_by_side(*sizes) if config.side_by_side else None
             names = [f"{name}.{of}" for of in (t.q, t.k, "" if heads.keys_are_values else t.v) if of]
             self._qkv = load.column(names, config.qkv_bias, own, adapted)
+            if gated:
+                gates = rows_of_gates(heads.head_dim, config.num_heads, rank)
+                self._gate = load.column([f"{name}.{t.q}"], config.qkv_bias, gates)
             self._o = load.row(f"{name}.{t.o}", config.o_bias, config.layer_norms)
         own_kv_heads = rank.kv_heads(heads.num_kv_heads)
         self._q_norm = norm_of_heads(t.q_norm, rank.part(config.num_heads))
@@ -92,45 +82,34 @@ class DecoderLayer:
             self._value_norm = torch.ones(heads.head_dim, dtype=load.dtype, device=load.device)
         self._scalar = load.whole_tensor(f"{name}.{t.scalar}") if t.scalar else None
         self._query_factors = None if query_factors is None else query_factors.to(load.dtype)
+        self._mlp = LayerMlp(config, index, load)
         self._query_weight: Tensor | None = None
         if config.norm_after_rope and self._q_norm is not None and self._k_norm is not None:
             # rope keeps a head's length: both weights go to the queries, behind it
             self._query_weight = self._q_norm.float() * self._k_norm.float()
             self._q_norm = self._k_norm = torch.ones_like(self._q_norm)
-        self._mlp: DenseMlp | Mixture
-        self._beside: MixtureBeside | None = None
-        experts = config.mixture if config.mixture is not None and config.mixture.layers[index] else None
-        if experts is not None and experts.names.beside:
-            norms = [load.norm(f"{name}.{of}") for of in experts.names.beside]
-            self._beside = MixtureBeside(load_mixture(load, name, experts), *norms)
-        if experts is not None and self._beside is None:
-            self._mlp = load_mixture(load, name, experts)
-            self._mlp_out_norm = norm(t.mixture_out_norm) if t.mixture_out_norm else self._mlp_out_norm
-        else:
-            size, names = config.intermediate_size, [f"{name}.{of}" for of in (t.gate, t.up) if of]
-            gate_up = load.column(names, config.mlp_bias, rank.rows(size, size))
-            down = load.row(f"{name}.{t.down}", config.mlp_bias, config.layer_norms)
-            self._mlp = DenseMlp(gate_up, config.activation, down, size // rank.size)
 
     @property
     def stands_alone(self) -> bool:
         """It does what kernels of several layers do not: also norm outputs with another eps than that of the
         residual, which is divided."""
-        own = self._query_factors, self._query_weight, self._value_norm, self._scalar, self._beside
-        out_norms = self._attention_out_norm is not None or self._mlp_out_norm is not None
-        return any(part is not None for part in own) or (out_norms and self._eps != self._inner_eps)
+        own = self._query_factors, self._query_weight, self._value_norm, self._scalar, self._gate
+        out_norms = self._attention_out_norm is not None or self._mlp.out_norm is not None
+        return any(part is not None for part in (*own, self._mlp.beside)) or (
+            out_norms and self._eps != self._inner_eps
+        )
 
     @property
     def parts(self) -> LayerParts:
         """Its weights, for kernels that run several layers in one call."""
-        mlp, linears = self._mlp, [self._qkv, self._o]
+        mlp, linears = self._mlp.mlp, [self._qkv, self._o]
         if isinstance(mlp, DenseMlp):
             linears += [mlp.gate_up, mlp.down]
             mlp = replace(mlp, gate_up=base_of(mlp.gate_up), down=base_of(mlp.down))
         return LayerParts(
-            self._input_norm, base_of(self._qkv), self._q_norm, self._k_norm, self._qk_norm == "all",
-            self._cos_sin, base_of(self._o), self._attention_out_norm, self._post_norm, mlp,
-            self._mlp_out_norm, self._sliding_window, self._sinks,
+            self._input_norm.weight, base_of(self._qkv), self._q_norm, self._k_norm, self._qk_norm == "all",
+            self._cos_sin, base_of(self._o), self._attention_out_norm, self._mlp.norm.weight, mlp,
+            self._mlp.out_norm, self._sliding_window, self._sinks,
             [linear.updates for linear in linears if isinstance(linear, AdaptedLinear)],
         )  # fmt: skip
 
@@ -139,7 +118,7 @@ class DecoderLayer:
 
         ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
         """
-        qkv = self._of_norm(self._qkv, hidden, residual, self._input_norm)  # [T, (H + 2 KVH) D]
+        qkv = self._input_norm.into(self._qkv, hidden, residual)  # [T, (H + 2 KVH) D]
         num_kv_heads, head_dim = self._heads
         rope = replace(rope, cos_sin=self._cos_sin, num_kv_heads=num_kv_heads, head_dim=head_dim)
         if self._value_norm is not None:
@@ -187,7 +166,7 @@ class DecoderLayer:
         self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs, chunks: LatentChunks
     ) -> ExpandedQueries:
         """As ``project``, in a step with chunks that are expanded."""
-        x = self._add_norm(hidden, residual, self._input_norm)
+        x = self._input_norm(hidden, residual)
         q = self._latent.project_chunks(x, pool, self._index, replace(rope, cos_sin=self._cos_sin), chunks)
         own, others = (rope.positions[rows] for rows in (chunks.rows, chunks.other_rows))
         return replace(q, whole=self._scaled(q.whole, own), absorbed=self._scaled(q.absorbed, others))
@@ -203,46 +182,24 @@ class DecoderLayer:
         if isinstance(q, ExpandedQueries):
             hidden = self._latent.attend_chunks(q, pool, self._index)
         else:
-            hidden = self._o(k.paged_attention(q, self._own_heads(pool), self._index, attention))
+            sums = self._gated(k.paged_attention(q, self._own_heads(pool), self._index, attention), residual)
+            hidden = self._o(sums)
         if self._parallel:
-            return hidden.add_(self._mixed(None, residual, self._input_norm))
-        hidden = self._out_norm(hidden, self._attention_out_norm)
-        hidden = self._mixed(hidden, residual, self._post_norm)
-        if self._beside is not None:
-            mixture, mlp_norm, input_norm, out_norm = self._beside
-            experts = mixture(k.rms_norm(residual, input_norm, self._eps))
-            hidden = k.rms_norm(hidden, mlp_norm, self._inner_eps)
-            hidden += k.rms_norm(experts, out_norm, self._inner_eps)
-        hidden = self._out_norm(hidden, self._mlp_out_norm)
+            return hidden.add_(self._mlp.of(self._input_norm, None, residual))
+        if self._attention_out_norm is not None:
+            hidden = k.rms_norm(hidden, self._attention_out_norm, self._inner_eps)
+        hidden = self._mlp(hidden, residual)
         if self._scalar is None:
             return hidden
         residual.add_(hidden).mul_(self._scalar)
         return hidden.zero_()
 
-    def _mixed(self, hidden: Tensor | None, residual: Tensor, weight: Tensor | None) -> Tensor:
-        """What the MLP or the experts add, of the residual's norm."""
-        mlp = self._mlp
-        if not isinstance(mlp, DenseMlp):
-            return mlp(self._add_norm(hidden, residual, weight))
-        gate_up = self._of_norm(mlp.gate_up, hidden, residual, weight)
-        if isinstance(mlp.down, RoundingLinear):
-            return mlp.down.of_gate(gate_up, mlp.activation)
-        return mlp.down(self._kernels.gate_mul(gate_up, mlp.activation))
-
-    def _of_norm(
-        self, linear: Linear, hidden: Tensor | None, residual: Tensor, weight: Tensor | None
-    ) -> Tensor:
-        if weight is not None and isinstance(linear, RoundingLinear):
-            return linear.of_norm(hidden, residual, weight, self._eps)
-        return linear(self._add_norm(hidden, residual, weight))
-
-    def _out_norm(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
-        return hidden if weight is None else self._kernels.rms_norm(hidden, weight, self._inner_eps)
-
-    def _add_norm(self, hidden: Tensor | None, residual: Tensor, weight: Tensor | None) -> Tensor:
-        """Add ``hidden`` to ``residual``; return the residual's norm, or itself where there is none."""
-        if weight is None:
-            return residual if hidden is None else residual.add_(hidden)
-        if hidden is None:
-            return self._kernels.rms_norm(residual, weight, self._eps)
-        return self._kernels.add_rms_norm(hidden, residual, weight, self._eps)
+    def _gated(self, sums: Tensor, residual: Tensor) -> Tensor:
+        """The heads' sums [n, H D] times their gates. These are made of the same as the queries: the layer's
+        output is not yet added to ``residual``."""
+        if self._gate is None:
+            return sums
+        gate = self._input_norm.into(self._gate, None, residual)
+        if odd := -gate.shape[1] % VECTOR:
+            return sums.mul_(pad(gate, (0, odd)).sigmoid_()[:, : gate.shape[1]])
+        return sums.mul_(gate.sigmoid_())

@@ -13,11 +13,12 @@ from typing import Any
 
 from ..errors import ModelConfigError
 from .dense_families import DENSE
+from .hybrid_families import HYBRID
 from .latent_families import LATENT
 from .mixture_families import MIXTURES
 from .wrapped_families import WRAPPED
 
-FAMILIES = dict(sorted((DENSE | MIXTURES | LATENT | WRAPPED).items()))
+FAMILIES = dict(sorted((DENSE | MIXTURES | LATENT | WRAPPED | HYBRID).items()))
 MISSING_PARTS = {
     "linear_num_value_heads": "layers of linear attention",
     "mamba_d_state": "layers of recurrent state",
@@ -30,11 +31,11 @@ MISSING_PARTS = {
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """Return the name of the family that a config.json asks for: a base model (``Qwen3Model``) is of the same
-    as the one with a head. Raises ModelConfigError."""
+    """Return the name of the family that a config.json asks for: a base model (``Qwen3Model``,
+    ``Gemma3TextModel``) is of the same as the one with a head. Raises ModelConfigError."""
     architectures = config.get("architectures") or []
     if isinstance(architectures, list):
-        architectures = [re.sub("^(.+)Model$", _with_head, str(each)) for each in architectures]
+        architectures = [re.sub("^(.+?)(Text)?Model$", _with_head, str(each)) for each in architectures]
     if (
         not isinstance(architectures, list)
         or len(architectures) != 1

@@ -59,6 +59,8 @@ class Family:
     windows_only_rope layers that attend to all tokens have no rope; a key as of biases
     defaults          of keys that config.json lacks
     latent            attention is latent (DeepSeek)
+    output_gate       attention's output is multiplied by the sigmoid of a gate; ``q`` makes it, too
+    delta_net         names of linear layers' projections (``DeltaNetConfig``); (): there are no such layers
     full_heads        layers that attend to all tokens have heads of their own: ``full_heads.py``
     mixture           names of the experts' tensors; None: all MLPs are dense
     part              the key of config.json below which the text model is described; "": it is the whole
@@ -80,6 +82,8 @@ class Family:
     windows: Callable[[dict[str, Any], int], Windows] = full_attention
     tensors: TensorNames = TensorNames()
     latent: bool = False
+    output_gate: bool = False
+    delta_net: tuple[str, ...] = ()
     full_heads: bool = False
     mixture: MixtureNames | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -107,8 +107,11 @@ def plain_scales(config: dict[str, Any], head_dim: int) -> Scales:
 
 
 def granite_scales(config: dict[str, Any], head_dim: int) -> Scales:
+    """Raises ModelConfigError where ``attention_multiplier`` is null."""
+    if (attention := config.get("attention_multiplier", 1.0)) is None:
+        raise ModelConfigError("config.json: 'attention_multiplier' must be a number, found None")
     return Scales(
-        attention=float(config.get("attention_multiplier", 1.0)),
+        attention=float(attention),
         embedding=float(config.get("embedding_multiplier", 1.0)),
         residual=float(config.get("residual_multiplier", 1.0)),
         logits=1.0 / float(config.get("logits_scaling", 1.0)),
@@ -116,7 +119,7 @@ def granite_scales(config: dict[str, Any], head_dim: int) -> Scales:
 
 
 def hyperclovax_scales(config: dict[str, Any], head_dim: int) -> Scales:
-    """Granite's, but the logits are multiplied."""
+    """Granite's, but the logits are multiplied, and ``attention_multiplier`` may be left out or null."""
     attention, logits = config.get("attention_multiplier"), float(config.get("logits_scaling", 1.0))
     given = {**config, "attention_multiplier": head_dim**-0.5 if attention is None else attention}
     return replace(granite_scales(given, head_dim), logits=logits)

@@ -37,6 +37,8 @@ class MixtureNames:
     ``beside``: norms where the dense MLP stands beside the experts (Gemma 4): of its output, of the experts'
     input and of their output. ``router_scale``, ``expert_scale``: whole names of factors of the router's
     input, which has no other weight, and of the experts' weights in the sum.
+    ``apart``: the names in a checkpoint that lacks ``gate``, with tensors of each expert (Qwen3.5 in float8,
+    or as transformers saves it).
     """
 
     router: str
@@ -53,6 +55,7 @@ class MixtureNames:
     beside: tuple[str, str, str] | None = None
     router_scale: str = ""
     expert_scale: str = ""
+    apart: MixtureNames | None = None
 
     @property
     def by_turns(self) -> bool:

@@ -100,6 +100,7 @@ def of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
         latent=None if latent is None else replace(latent, num_heads=latent.num_heads // size),
         mixture=mixture,
         full_heads=None if config.full_heads is None else config.full_heads.of_rank(size),
+        delta_net=None if config.delta_net is None else config.delta_net.of_rank(size),
     )
 
 
@@ -125,10 +126,12 @@ def check_split(config: ModelConfig, size: int, exact: bool) -> None:
         if config.mixture.shape.shared_size:
             sizes["columns of the shared expert"] = config.mixture.shape.shared_size
 
+    one_rank_a_head = config.full_heads is not None or config.delta_net is not None
+
     def fits(count: int) -> bool:
         heads = config.num_kv_heads
         return not any(total % count for total in sizes.values()) and (
-            heads % count == 0 or (count % heads == 0 and config.full_heads is None)
+            heads % count == 0 or (count % heads == 0 and not one_rank_a_head)
         )
 
     if not fits(size):

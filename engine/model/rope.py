@@ -34,18 +34,28 @@ def rows_of_qkv(
     num_kv_heads: int,
     rank: Rank = ALONE,
     keys_are_values: bool = False,
+    gated: bool = False,
 ) -> Tensor | None:
     """Return which row of the checkpoint's q, k and v is at each place of ours: int64 [outputs]; None: all in
-    order. ``keys_are_values``: the checkpoint has no rows of v."""
+    order. ``keys_are_values``: the checkpoint has no rows of v. ``gated``: behind the rows of each head of q
+    it has as many of the gate, which are not among ours."""
     order = head_order(rope, head_dim)
-    if order == sorted(order) and rank.size == 1 and not keys_are_values:
+    if order == sorted(order) and rank.size == 1 and not (keys_are_values or gated):
         return None
-    rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
+    rows = torch.arange(((1 + gated) * num_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
+    if gated:
+        rows = torch.cat((rows[: 2 * num_heads : 2], rows[2 * num_heads :]))
     if keys_are_values:
         rows[num_heads + num_kv_heads :] = rows[num_heads : num_heads + num_kv_heads]
     rows[: num_heads + num_kv_heads] = rows[: num_heads + num_kv_heads, order]
     own, k, v = rank.kv_heads(num_kv_heads), rows[num_heads:], rows[num_heads + num_kv_heads :]
     return torch.cat((rows[rank.part(num_heads)], k[own], v[own])).flatten()
+
+
+def rows_of_gates(head_dim: int, num_heads: int, rank: Rank) -> Tensor:
+    """Return which rows of the checkpoint's q are those of the gates: int64 [outputs]."""
+    rows = torch.arange(2 * num_heads * head_dim).view(num_heads, 2, head_dim)
+    return rows[rank.part(num_heads), 1].flatten()
 
 
 def rows_side_by_side(head_dim: int, num_heads: int, num_kv_heads: int) -> Tensor:

@@ -30,6 +30,10 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     ]
     for index, layer in enumerate(map(t.layer.format, range(c.num_layers))):
         projections, norms = _attention(c, index)
+        if c.delta_net is not None and c.delta_net.layers[index]:
+            projections.clear()
+            norms.clear()
+            expected |= c.delta_net.expected_tensors(layer, c.hidden_size)
         norms += [(name, (c.hidden_size,)) for name in outer if name]
         if c.latent is not None:
             expected |= c.latent.expected_tensors(layer)
@@ -56,8 +60,9 @@ def _attention(
     """Its projections (name, outputs, inputs, whether there is a bias) and the norms of heads."""
     t, heads = c.tensors, c.heads_of(layer)
     q_size, kv_size = c.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    q_rows = q_size * (1 + c.output_gate) if t.k else q_size + 2 * kv_size
     projections = [
-        (t.q, q_size if t.k else q_size + 2 * kv_size, c.hidden_size, c.qkv_bias),
+        (t.q, q_rows, c.hidden_size, c.qkv_bias),
         (t.k, kv_size, c.hidden_size, c.qkv_bias),
         ("" if heads.keys_are_values else t.v, kv_size, c.hidden_size, c.qkv_bias),
         (t.o, c.hidden_size, q_size if c.latent is None else c.num_heads * c.latent.value, c.o_bias),

@@ -68,7 +68,7 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class BatchStates:
-    """Where a batch's sequences have the states of layers without keys and values: ``StateInputs`` of
+    """The states of a batch's sequences, of layers without keys and values: ``StateInputs`` of
     kernels/delta_net.py.
 
     tables int32 [num_seqs, 3, blocks]

@@ -23,7 +23,11 @@ from simulation.faults import (
     Faults,
     Scenario,
 )
+from simulation.load import decode_s
 
+MAX_DECODE_S, DRAWN_FOR = 36.0, 500
+"""A drawn world's decode workers can serve ``DRAWN_FOR`` requests (``campaign.REQUESTS``) within this time.
+Less than ``campaign.REST_S``: workers also stand still, are slow, and compute again."""
 NAMED = {
     "calm": Scenario(),
     "network": Scenario(NETWORK),
@@ -210,7 +214,8 @@ DRAWN_APART = {*DRAWN_ONE_BY_ONE, *OF_A_RENDEZVOUS, *OF_A_DISPATCHER}
 
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed: half of all faults, from half to twice as frequent as in ``EVERYTHING``. (What
-    has generators of its own came later: the others go on drawing what they drew.)"""
+    has generators of its own came later: the others go on drawing what they drew.) Decode workers are added
+    until they can do what the clients ask for."""
     random = Random(f"scenario {seed}")
     chosen: dict[str, float] = {}
     for name, value in vars(EVERYTHING).items():
@@ -277,4 +282,7 @@ def draw_scenario(seed: int) -> Scenario:
     keyed = Random(f"keyed {seed}").choice([0.0, 0.0, 0.5, 1.0])
     odd = Random(f"odd {seed}").choice([0.0, 0.0, 0.3])
     rate = random.choice([120.0, 240.0, 480.0])
-    return Scenario(Faults(**chosen), cluster, rate, product_limits, keyed, odd)
+    drawn = Scenario(Faults(**chosen), cluster, rate, product_limits, keyed, odd)
+    while decode_s(drawn, DRAWN_FOR) > MAX_DECODE_S:
+        drawn = replace(drawn, cluster=replace(drawn.cluster, num_decode=drawn.cluster.num_decode + 1))
+    return drawn

@@ -28,6 +28,7 @@ class VirtualStore:
         self._random = Random(f"store {process.world.seed} {process.name} {process.pid}")
         self.group, self.ahead = self._random.choice(((1, 32), (2, 4), (8, 4)))  # a bucket, or a folder
         self._share_slow = self._random.choice((0.0, 0.02, 0.5))
+        self._known = set[bytes]()
         self._num_writes = 0
         self._reads: deque[tuple[Key, list[list[int]] | None]] = deque()  # None: not over yet
         self._num_reported = 0
@@ -35,6 +36,9 @@ class VirtualStore:
     @property
     def takes_writes(self) -> bool:
         return self._num_writes < MAX_WRITES
+
+    def knows(self, block_hash: bytes) -> bool:
+        return self.group == 1 and block_hash in self._known
 
     def write(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         assert 0 < len(hashes) == len(blocks) <= self.group
@@ -48,6 +52,7 @@ class VirtualStore:
             if self._random.random() < 0.95:
                 self._world.stored[block_hash] = values
                 self._world.counts["blocks saved"] += 1
+                self._known.add(block_hash)
         self._process.poll()
 
     def read(self, key: Key, hashes: Sequence[bytes]) -> None:
@@ -61,6 +66,7 @@ class VirtualStore:
         for block_hash in hashes:
             if block_hash not in self._world.stored or self._random.random() < 0.05:
                 break
+            self._known.add(block_hash)
             found.append(self._world.stored[block_hash])
         at = number - self._num_reported - 1
         self._reads[at] = (self._reads[at][0], found)

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulation.campaign import REQUESTS, Report, run, simulate_named
-from simulation.faults import EVERYTHING, Faults, Scenario
-from simulation.scenario import NAMED, draw_scenario
+from simulation.campaign import REQUESTS, REST_S, Report, run, simulate_named
+from simulation.faults import EVERYTHING, Cluster, Faults, Scenario
+from simulation.load import decode_s
+from simulation.scenario import MAX_DECODE_S, NAMED, draw_scenario
 from simulation.world import World
 
 from splitserve.transport.messages.messages import (
@@ -125,6 +126,18 @@ def test_every_fault_happens_and_every_message_is_said() -> None:
             return
         SEEN.merge(run(seed, 1, name))
     pytest.fail(f"not once in {SEEN.num_requests} requests: {missing}")
+
+
+def test_no_drawn_world_has_more_work_than_it_can_do() -> None:
+    """Nothing was wrong in some that had not served everything by ``REST_S``: one decode worker of three rows
+    had to generate 15,000 tokens."""
+    drawn = [draw_scenario(seed) for seed in (1392811771, *range(300))]
+    work = [decode_s(scenario, REQUESTS) for scenario in drawn]
+    assert max(work) <= MAX_DECODE_S < REST_S
+    assert sum(each > MAX_DECODE_S / 2 for each in work) > 20, "and many are busy"
+    assert {scenario.cluster.num_decode for scenario in drawn} == {1, 2, 3}
+    busy = Scenario(cluster=Cluster(num_decode=1, max_num_seqs=3, drafts=4), odd=0.3)
+    assert decode_s(busy, REQUESTS) > REST_S
 
 
 def test_messages_come_in_order_unless_the_adversary_delays_them() -> None:

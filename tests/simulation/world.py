@@ -3,7 +3,7 @@ seeded adversary between them.
 
 Nothing that decides is written again here. To be read in this order:
 
-    scenario.py              which faults, which cluster
+    scenario.py, load.py     which faults, which cluster, how much work
     clock.py, process.py, host.py     events; processes that die, freeze and have clocks of their own;
                              hosts whose clocks jump
     builds.py                processes of other wire versions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .dense_families import DENSE
 from .gemma_families import GEMMA_4
+from .hybrid_families import HYBRID
 from .latent_and_wrapped_families import LATENT_AND_WRAPPED
 from .llama_like_families import LLAMA_LIKE
 from .mixture_families import MIXTURES, Families
@@ -23,3 +24,5 @@ SMALL = {
     "pad_token_id": None,
 }
 FAMILIES: Families = DENSE | GEMMA_4 | LLAMA_LIKE | MIXTURES | LATENT_AND_WRAPPED
+ALL_FAMILIES: Families = FAMILIES | HYBRID
+"""Also those whose sequences have states beside their keys and values."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
-from .families import FAMILIES, SMALL
+from .families import ALL_FAMILIES, SMALL
 
 
 def make_checkpoint(
@@ -24,7 +24,7 @@ def make_checkpoint(
 ) -> PreTrainedModel:
     """Writes the folder and returns the transformers model it was written from (in ``dtype``, ready to
     infer)."""
-    model_class, config_class, own = FAMILIES[family]
+    model_class, config_class, own = ALL_FAMILIES[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SMALL, **own, **changes}))
     _make_decisive(model, seed)
@@ -34,6 +34,8 @@ def make_checkpoint(
         _name_layers(path / "model.safetensors")
     if family == "qwen3_vl_moe":
         _transpose_experts(path / "model.safetensors")
+    if family == "qwen3_5_moe_images":
+        _stack_experts(path / "model.safetensors")
     write_byte_tokenizer(path)
     return model
 
@@ -57,6 +59,21 @@ def _transpose_experts(file: Path) -> None:
     for name, tensor in tensors.items():
         if ".mlp.experts." in name:
             tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, file)
+
+
+def _stack_experts(file: Path) -> None:
+    """Put those of all experts in one tensor, as published; transformers saves each expert's apart."""
+    tensors = load_file(file)
+    first = [name for name in tensors if ".mlp.experts.0.gate_proj." in name]
+    assert first
+    for layer in [name.partition("0.gate_proj.")[0] for name in first]:
+        count = sum(name.startswith(layer) for name in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{layer}{i}.{of}_proj.weight") for i in range(count)])
+            for of in ("gate", "up", "down")
+        )
+        tensors |= {f"{layer}gate_up_proj": torch.cat((gate, up), dim=1), f"{layer}down_proj": down}
     save_file(tensors, file)
 
 
@@ -101,6 +118,8 @@ def _make_decisive(model: PreTrainedModel, seed: int) -> None:
                 tensor.copy_(2.0 ** torch.randint(-1, 2, tensor.shape, generator=generator))
             elif name.endswith(("scale", *(f"norm{of}.weight" for of in ("", "1", "2", "_1", "_2")))):
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
+            elif name.endswith("A_log"):  # some heads forget at once, others hardly
+                tensor.uniform_(-5, 1, generator=generator)
             elif name.endswith("sinks"):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
             elif name.endswith("bias"):

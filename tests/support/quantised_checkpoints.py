@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 Written = tuple[dict[str, Tensor], Tensor]
 """A linear layer's tensors by the ends of their names, and its weight dequantised, float32."""
 GROUP = 16
+SIDES = (32, 32)
+LEFT_OUT = ("lm_head", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<i>\d+)\.(?P<matrix>\w+)\.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -33,7 +35,7 @@ def rewrite(
         return wide.clone()
 
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "shared_expert_gate")):
+        if isinstance(module, torch.nn.Linear) and not name.endswith(LEFT_OUT):
             module.weight = torch.nn.Parameter(rewritten(name), requires_grad=False)
     for name in sorted(tensors):
         of_expert = EXPERT.fullmatch(name)
@@ -191,3 +193,12 @@ def float8(weight: Tensor, scales: Tensor, name: str, stored: Tensor) -> Written
     """``scales``: as large as the weight; ``stored``: as the file has them."""
     codes = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
     return {"weight": codes, name: stored}, codes.float() * scales
+
+
+def by_block(weight: Tensor) -> Written:
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % SIDES[1], 0, -rows % SIDES[0]))
+    blocks = padded.reshape(padded.shape[0] // SIDES[0], SIDES[0], -1, SIDES[1])
+    scales = blocks.abs().amax((1, 3)) / 448
+    wide = scales.repeat_interleave(SIDES[0], 0).repeat_interleave(SIDES[1], 1)[:rows, :columns]
+    return float8(weight, wide, "weight_scale_inv", scales)

@@ -229,3 +229,10 @@ def test_a_folder_that_cannot_be_made_is_an_error(rig: FolderRig) -> None:
     rig.folder.write_text("a file")
     with pytest.raises(KVStoreError, match=r"^--kv-store .*store: .*; give a folder to write to$"):
         rig.store()
+
+
+def test_a_block_that_is_evicted_again_is_touched_in_a_folder(rig: FolderRig) -> None:
+    store = rig.store()
+    rig.write(store, 0)
+    assert rig.read(store, 0) == rig.written[:1]
+    assert not store.knows(HASHES[0]), "or the folder would take it for unused"

@@ -59,8 +59,18 @@ def test_a_bucket_has_no_size(url: str) -> None:
         "https://blocks.example/x",
         "s3://key:secret@blocks/x",
         "s3://b/x?y",
+        "s3:/b",
+        "s3:b",
+        "gs:/b/x",
+        "https:/blocks.example/x",
     ],
 )
 def test_other_urls_are_no_kv_store(url: str) -> None:
     with pytest.raises(ValidationError, match=r"--kv-store: of URLs only s3://BUCKET/PREFIX, gs://BUCKET"):
         DecodeSettings.model_validate({"model": ".", "insecure": True, "kv_store": url})
+
+
+@pytest.mark.parametrize("folder", ["./s3:/b", "/mnt/s3:b", "s3", "a:b"])
+def test_a_folder_may_have_a_colon(folder: str) -> None:
+    asked = {"model": ".", "insecure": True, "kv_store": folder, "kv_store_gib": 10}
+    assert DecodeSettings.model_validate(asked).kv_store == folder

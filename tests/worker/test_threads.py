@@ -24,7 +24,7 @@ MISTAKEN = {
     "coordinators' names": ("transport.channels.name_watch", "NameWatch._run"),
     "step": ("engine.step.step_thread", "StepThread._run"),
     "probes": ("worker.health", "_Server.serve_forever"),
-    "kv-store": ("worker.kv_store", "Threads._run"),
+    "kv-store": ("worker.threads", "Threads._run"),
     "adapters": ("worker.adapters", "AdapterFolder._follow"),
     "rank": ("engine.ranks.threads", "AllRanks._run"),
 }

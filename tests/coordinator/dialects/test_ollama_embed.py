@@ -98,6 +98,8 @@ async def test_errors(llama: ollama.AsyncClient) -> None:
         assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="input: must not be empty"):
         await llama.embed(model="tiny", input=["a", ""])
+    with pytest.raises(ollama.ResponseError, match="prompt: must not be empty"):
+        await llama.embeddings(model="tiny", prompt="")
 
 
 async def test_it_is_among_the_abilities(llama: ollama.AsyncClient) -> None:

@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 from support.http_fakes import ADMIN_KEY, MAX_MODEL_LEN, FakeDispatcher, hidden_state
 
-from splitserve.coordinator.generate.plan import MAX_EMBEDDED
+from splitserve.coordinator.generate.plan import MAX_READ
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
@@ -119,13 +119,23 @@ async def test_many_inputs_leave_room_in_the_queue(
     dispatcher.refuse = counted
     answer = await http.post(PATH, json={"input": [[7]] * 1000})
     assert len(answer.json()["data"]) == 1000
-    assert most == MAX_EMBEDDED
+    assert most == MAX_READ
     dispatcher.hold = True
     asking = asyncio.ensure_future(http.post(PATH, json={"input": [[7]] * 1000}))
-    await dispatcher.until(lambda: len(dispatcher.running) == MAX_EMBEDDED)
+    await dispatcher.until(lambda: len(dispatcher.running) == MAX_READ)
     asking.cancel()
-    await dispatcher.until(lambda: len(dispatcher.cancelled) == MAX_EMBEDDED)
-    assert len(dispatcher.requests) == 1000 + MAX_EMBEDDED
+    await dispatcher.until(lambda: len(dispatcher.cancelled) == MAX_READ)
+    assert len(dispatcher.requests) == 1000 + MAX_READ
+
+
+@pytest.mark.parametrize("rules", [EmbeddingRules(size=4, longest=3)])
+async def test_the_longest_text_of_a_model(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+    await embed(client, [[5, 6, 7], [5]])
+    for text in ([5, 6, 7, 8], "the quick brown fox jumps over it " * 100):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 3 tokens"):
+            await embed(client, text)
+    await embed(client, [[5, 6, 7, 8]], extra_body={"truncate_prompt_tokens": -1})
+    assert [list(r.prompt_token_ids) for r in dispatcher.requests] == [[5, 6, 7], [5], [5, 6, 7]]
 
 
 async def test_dimensions_are_cut_and_normalised_again(

@@ -10,8 +10,8 @@ import pytest
 from support.http_fakes import ANSWER, MAX_MODEL_LEN, FakeDispatcher
 
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
-from splitserve.coordinator.generate.plan import CLASS_TIERS, ServiceTier, class_in_force
-from splitserve.coordinator.lifecycle.request import PriorityClass
+from splitserve.coordinator.generate.plan import CLASS_TIERS, MAX_READ, ServiceTier, class_in_force
+from splitserve.coordinator.lifecycle.request import PriorityClass, Request
 from splitserve.coordinator.text.served_model import ServedModel
 
 CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}
@@ -38,6 +38,32 @@ async def test_the_best_of_several_by_token(http: httpx.AsyncClient, dispatcher:
     several = (await http.post(path, json={**body, "prompt": ["Hi", "Ho"], "best_of": 3})).json()
     assert [choice["index"] for choice in several["choices"]] == [0, 1]
     assert (await http.post(path, json={**body, "best_of": 3, "stream": True})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {"echo": True, "logprobs": 1, "max_tokens": 1},
+        {"prompt_logprobs": 0, "max_tokens": 1},
+    ],
+)
+async def test_many_prompts_to_score_leave_room_in_the_queue(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, more: dict[str, Any]
+) -> None:
+    """2,000 at a time were more than the queue takes."""
+    most = 0
+
+    def counted(_: Request) -> None:
+        nonlocal most
+        most = max(most, len(dispatcher.running) + 1)
+
+    dispatcher.refuse = counted
+    prompts = [[7, 8 + number % 90] for number in range(2000)]
+    body = {"model": "tiny", "prompt": prompts, "return_token_ids": True, **more}
+    choices = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == prompts
+    assert most == MAX_READ
 
 
 async def test_token_ids_of_the_output(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support.http_fakes import write_tiny_model
 
 from splitserve.coordinator.errors import CannotStart
@@ -101,6 +102,42 @@ def test_a_file_that_is_none(tmp_path: Path, content: str) -> None:
 )
 def test_a_base_model_serves_embeddings_alone(tmp_path: Path, config: Any, alone: bool) -> None:
     assert rules(tmp_path, **config).alone is alone
+
+
+@pytest.mark.parametrize("head", ["lm_head.weight", "language_model.lm_head.qweight", ""])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_checkpoint_with_a_head_of_its_own_serves_chat(tmp_path: Path, head: str, is_split: bool) -> None:
+    """The files of sentence-transformers beside it are about embeddings only."""
+    names = ["model.norm.weight", *([head] if head else [])]
+    if is_split:
+        index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        save_file({name: np.zeros(1, np.float32) for name in names}, tmp_path / "model.safetensors")
+    assert rules(tmp_path, module("Transformer")).alone is (not head)
+
+
+def test_weights_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs")
+    with pytest.raises(CannotStart, match=r"model\.safetensors has no header of safetensors"):
+        rules(tmp_path, module("Transformer"))
+
+
+@pytest.mark.parametrize("path", ["", "0_Transformer"])
+def test_the_longest_text(tmp_path: Path, path: str) -> None:
+    (tmp_path / path).mkdir(exist_ok=True)
+    file = tmp_path / path / "sentence_bert_config.json"
+    for given, longest in ((512, 512), (None, None)):
+        file.write_text(json.dumps({"max_seq_length": given, "do_lower_case": False}))
+        found = rules(tmp_path, module("Transformer", path))
+        assert (found.longest, found.refusal) == (longest, "")
+    file.write_text(json.dumps({"do_lower_case": True}))
+    asks = "its sentence_bert_config.json asks for texts in lower case, which is not built"
+    assert rules(tmp_path, module("Transformer", path)).refusal == asks
+    for wrong in (0, "512", True, 1.5):
+        file.write_text(json.dumps({"max_seq_length": wrong}))
+        with pytest.raises(CannotStart, match="max_seq_length must be a whole number above 0"):
+            rules(tmp_path, module("Transformer", path))
 
 
 @pytest.mark.parametrize("size", [None, "4", 4.5])

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.families import FAMILIES, SMALL
@@ -112,9 +113,17 @@ def test_a_name_that_cannot_be_computed_is_refused_with_what_can(name: str, mess
         read(name)
 
 
-def test_a_config_without_a_models_numbers_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ProfileError, match="it lacks 'num_hidden_layers'"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "it lacks 'num_hidden_layers'"),
+        ({"text_config": {"linear_num_value_heads": 32}}, "layers with linear attention is not computed"),
+        ({"layer_types": ["linear_attention"]}, "layers with linear attention is not computed"),
+    ],
+)
+def test_a_config_of_no_known_shape_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ProfileError, match=message):
         read(f"{tmp_path}@h100")
 
 

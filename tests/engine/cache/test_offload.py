@@ -8,9 +8,9 @@ from splitserve.engine.cache.offload import Offload
 HASHES = [bytes([i]) * 16 for i in range(16)]
 
 
-def cache(num_blocks: int, num_cached: int) -> tuple[BlockManager, Offload]:
+def cache(num_blocks: int, num_cached: int, *stored: bytes) -> tuple[BlockManager, Offload]:
     blocks = BlockManager(num_blocks)
-    offload = Offload(blocks)
+    offload = Offload(blocks, stored.__contains__)
     taken = blocks.allocate(num_cached) or []
     blocks.commit_all(taken, HASHES[:num_cached], None)
     blocks.release(taken)
@@ -48,3 +48,9 @@ def test_what_comes_again_is_written_again() -> None:
     again = [0]
     blocks.commit_all(again, HASHES[:1], None)
     assert offload.take(16, idle=True) == (HASHES[:1], again)
+
+
+def test_what_is_known_to_be_stored_is_not_written() -> None:
+    _, offload = cache(16, 8, *HASHES[1:7])
+    assert offload.take(2, idle=True)[0] == [HASHES[0], HASHES[7]]
+    assert offload.take(2, idle=True) == ([], [])

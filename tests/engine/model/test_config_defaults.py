@@ -9,14 +9,15 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.families import FAMILIES, SMALL
+from support.families import ALL_FAMILIES, SMALL
+from support.hybrid_families import HYBRID
 
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.model.config import ModelConfig, parse_config
 from splitserve.engine.model.tensors import expected_tensors
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24}
-WITHOUT_WINDOWS = {"iquestcoder"}  # which are refused, here and there
+WITHOUT_WINDOWS = {"iquestcoder", *HYBRID}  # which are refused, or not read
 OF_THE_TOKENIZER = {"eos_token_ids", "bos_token_id"}  # which has them where config.json has not
 DIFFERENT = {  # reading, by family and key
     ("cwm", "rope_parameters"): "no file is without them",
@@ -34,7 +35,7 @@ DIFFERENT = {  # reading, by family and key
 
 def whole(family: str, given: dict[str, Any]) -> dict[str, Any]:
     """config.json as transformers writes it in full. Raises Exception where it refuses the given one."""
-    model_class, config_class, _ = FAMILIES[family]
+    model_class, config_class, _ = ALL_FAMILIES[family]
     if "text_config" in given:
         config_class = model_class.config_class
     config = config_class(**given)
@@ -73,10 +74,15 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, Any]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("family", "windows"),
-    [(family, on) for family in FAMILIES for on in (False, True) if not on or family not in WITHOUT_WINDOWS],
+    [
+        (family, on)
+        for family in ALL_FAMILIES
+        for on in (False, True)
+        if not on or family not in WITHOUT_WINDOWS
+    ],
 )
 def test_every_key_may_be_missing(family: str, windows: bool) -> None:
-    _, _, own = FAMILIES[family]
+    _, _, own = ALL_FAMILIES[family]
     given = whole(family, {**SMALL, **own, **(WINDOWS if windows else {})})
     found: dict[tuple[str, Any], dict[str, Any]] = {}
     for key, less in lesser(given):
@@ -96,7 +102,7 @@ def test_every_key_may_be_missing(family: str, windows: bool) -> None:
 @pytest.mark.timeout(20)
 def test_a_vast_number_of_dense_layers_is_not_counted() -> None:
     """The set of their numbers filled the memory."""
-    given = whole("deepseek3", {**SMALL, **FAMILIES["deepseek3"][2]})
+    given = whole("deepseek3", {**SMALL, **ALL_FAMILIES["deepseek3"][2]})
     mixture = parse_config({**given, "first_k_dense_replace": 10**11}, {}).mixture
     assert mixture is not None
     assert not any(mixture.layers)

@@ -13,8 +13,10 @@ import torch
 from support.models import make_checkpoint
 from support.quantised_checkpoints import (
     GROUP,
+    SIDES,
     Written,
     awq,
+    by_block,
     float8,
     gptq,
     int8,
@@ -31,7 +33,6 @@ from splitserve.engine.model.model_folder import check_model_folder
 from splitserve.engine.model.quantisation import parse_quantisation
 
 Case = tuple[dict[str, Any], Callable[[Tensor], Written]]
-SIDES = (32, 32)
 
 
 def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -73,15 +74,6 @@ def whole(weight: Tensor, inverse: bool = False) -> Written:
 def by_row(weight: Tensor) -> Written:
     scales = weight.abs().amax(1, keepdim=True) / 448
     return float8(weight, scales, "weight_scale", scales)
-
-
-def by_block(weight: Tensor) -> Written:
-    rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -columns % SIDES[1], 0, -rows % SIDES[0]))
-    blocks = padded.reshape(padded.shape[0] // SIDES[0], SIDES[0], -1, SIDES[1])
-    scales = blocks.abs().amax((1, 3)) / 448
-    wide = scales.repeat_interleave(SIDES[0], 0).repeat_interleave(SIDES[1], 1)[:rows, :columns]
-    return float8(weight, wide, "weight_scale_inv", scales)
 
 
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}

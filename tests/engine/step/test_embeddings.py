@@ -161,3 +161,18 @@ def test_a_head_that_is_there_is_used(folder: Path, tmp_path: Path) -> None:
     batch = make_batch([(one, 20)], BLOCK_SIZE, prompt_logprobs=3)
     with_head, plain = (make_runner(path).execute(batch) for path in (tmp_path, folder))
     assert with_head.prompt_logprobs == plain.prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("gemma3", "Gemma3TextModel"), ("gemma4", "Gemma4TextModel")]
+)
+def test_the_text_model_of_gemma(tmp_path: Path, family: str, architecture: str) -> None:
+    """Its name has a word more than that of the model with a head."""
+    whole = make_checkpoint(tmp_path / "whole", family, tie_word_embeddings=False)
+    whole.model.save_pretrained(tmp_path / "bare")
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    assert config["architectures"] == [architecture]
+    one = sequence(40, 9, 0)
+    found = embedded(make_runner(tmp_path / "bare"), one)
+    reference = AutoModel.from_pretrained(tmp_path / "bare", dtype=torch.float32).eval()
+    np.testing.assert_allclose(unit(found), unit(expected(reference, one.prompt)), atol=1e-5)

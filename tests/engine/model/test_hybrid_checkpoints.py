@@ -1,0 +1,184 @@
+"""Checkpoints of models with linear attention: as published, quantised, and those that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.families import SMALL
+from support.hybrid_families import DELTA_NET
+from support.models import make_checkpoint
+from support.quantised_checkpoints import LEFT_OUT, SIDES, by_block, rewrite
+from support.states import make_runner, random_tokens, reference_logits, whole_logits
+from transformers import PreTrainedModel
+
+from splitserve.engine.errors import ModelConfigError
+from splitserve.engine.model.config import ModelConfig, parse_config
+from splitserve.engine.model.model_folder import check_model_folder
+from splitserve.engine.model.ranks import check_split
+from splitserve.engine.model.tensors import expected_tensors
+from splitserve.kernels.delta_net_shape import StatePlace
+from splitserve.kernels.quantised import Scheme, quantise
+
+PROMPT = random_tokens(45, seed=3)
+
+
+def parsed(architecture: str, **values: Any) -> ModelConfig:
+    return parse_config({"architectures": [architecture], **values}, {})
+
+
+def error(folder: Path, reference: PreTrainedModel, **settings: Any) -> float:
+    expected = reference_logits(reference, PROMPT)
+    found = whole_logits(make_runner(folder, **settings), PROMPT)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_images", "qwen3_5_moe_images"])
+def test_a_checkpoint_as_published(family: str, tmp_path: Path) -> None:
+    """In several files, with images and a layer that predicts a further token."""
+    reference = make_checkpoint(tmp_path, family)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert any(name.startswith("model.visual.") for name in tensors)
+    file.unlink()
+    tensors |= {
+        "mtp.norm.weight": torch.ones(64),
+        "mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(9, 64),
+    }
+    names = sorted(tensors)
+    parts = {f"model-{i + 1}-of-3.safetensors": names[i::3] for i in range(3)}
+    for part, own in parts.items():
+        save_file({name: tensors[name] for name in own}, tmp_path / part)
+    index = {"weight_map": {name: part for part, own in parts.items() for name in own}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_model_folder(tmp_path)
+    assert error(tmp_path, reference) < 1e-4
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_quantised_at_load(scheme: Scheme, tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, "qwen3_next")
+    for name, module in reference.named_modules():
+        if name.endswith(".experts"):
+            for matrix in (*module.gate_up_proj.data, *module.down_proj.data):
+                matrix.copy_(quantise(matrix.contiguous(), scheme).dequantised())
+        left_out = ("shared_expert_gate", "lm_head") if scheme == "fp8" else "shared_expert_gate"
+        if isinstance(module, torch.nn.Linear) and not name.endswith(left_out):
+            own: Scheme = "int8" if name == "lm_head" else scheme
+            module.weight.data = quantise(module.weight.data, own).dequantised()
+    assert error(tmp_path, reference, quantization=scheme) < 2e-3, "more layers round than in other families"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_float8_in_blocks(family: str, tmp_path: Path) -> None:
+    """Each expert has matrices of its own, and the rows of b and a are not quantised, as published."""
+    settings = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": SIDES,
+        "modules_to_not_convert": LEFT_OUT,
+    }  # fmt: skip
+    reference = rewrite(tmp_path, make_checkpoint(tmp_path, family), settings, by_block)
+    check_model_folder(tmp_path)
+    assert error(tmp_path, reference) < 5e-4
+
+
+NEXT = {
+    "num_hidden_layers": 48, "hidden_size": 2048, "vocab_size": 151936, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "intermediate_size": 5120, "head_dim": 256, "rope_theta": 1e7,
+    "full_attention_interval": 4, "linear_num_value_heads": 32, "linear_num_key_heads": 16,
+    "partial_rotary_factor": 0.25, "max_position_embeddings": 262144, "mlp_only_layers": [],
+}  # fmt: skip
+DENSE = {
+    "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24,
+    "num_key_value_heads": 4, "linear_num_value_heads": 48, "vocab_size": 248320, "attn_output_gate": True,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+MIXTURE = {
+    **DENSE, "num_hidden_layers": 40, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "linear_num_value_heads": 32, "layer_types": DENSE["layer_types"][:40],
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+del MIXTURE["intermediate_size"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "billions", "blocks", "place"),
+    [
+        ("Qwen3NextForCausalLM", NEXT, 79.67, 201, StatePlace(1, 67, 67)),
+        ("Qwen3_5ForConditionalGeneration", {"text_config": DENSE}, 26.90, 150, StatePlace(1, 50, 50)),
+        ("Qwen3_5MoeForConditionalGeneration", {"text_config": MIXTURE}, 34.66, 201, StatePlace(1, 67, 67)),
+    ],
+)
+def test_sizes_of_published_models(
+    architecture: str, values: dict[str, Any], billions: float, blocks: int, place: StatePlace
+) -> None:
+    config = parsed(architecture, **values)
+    size = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    assert size / 1e9 == pytest.approx(billions, abs=0.01)
+    assert (config.num_cache_layers, config.ropes[0].rotary_dim, config.ropes[0].theta) == (
+        config.num_layers // 4, 64, 1e7,
+    )  # fmt: skip
+    assert config.states is not None
+    assert config.states.num_blocks(16, 2) == blocks
+    assert config.states.place(5, 16, 2) == place
+
+
+ARCHITECTURE = "Qwen3_5ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 7 + ["linear_attention"]}, "the last 'linear_attention'"),
+        ({"layer_types": ["linear_attention"] * 7 + ["sliding_attention"]}, "each linear_attention or full"),
+        ({"layer_types": ["full_attention"]}, "must name 8 layers"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not built"),
+        ({"attn_output_gate": False}, "without a gate"),
+        ({"linear_num_value_heads": 3}, "3 heads of values and 2 of keys"),
+        ({"num_key_value_heads": 4}, "beside 4 key-value heads"),
+        ({"linear_value_head_dim": 20}, "multiples of 8"),
+        ({"linear_key_head_dim": 0.5}, "'linear_key_head_dim' must be a positive whole number"),
+        ({"use_sliding_window": True}, "windows of this family"),
+    ],
+)
+def test_what_is_not_built_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        parsed(ARCHITECTURE, **{**SMALL, **DELTA_NET, **changes})
+
+
+def test_layers_of_full_attention_alone_need_no_states() -> None:
+    config = parsed(ARCHITECTURE, **{**SMALL, **DELTA_NET, "layer_types": ["full_attention"] * 8})
+    assert (config.states, config.num_cache_layers) == (None, 8)
+
+
+def test_more_ranks_than_key_value_heads_are_refused() -> None:
+    config = parsed(ARCHITECTURE, **{**SMALL, **DELTA_NET})
+    check_split(config, 2, exact=False)
+    with pytest.raises(ModelConfigError, match=r"size 4 .* 2 key-value heads .*possible: 2"):
+        check_split(config, 4, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_dtype": "int8"}, "no KV cache in float8 or int8"),
+        ({"kv_dtype": "fp8"}, "no KV cache in float8 or int8"),
+        ({"block_size": 3}, "--block-size 3 does not fit .* no multiple of 256"),
+    ],
+)
+def test_caches_that_cannot_hold_states_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "qwen3_5", linear_value_head_dim=64)
+    with pytest.raises(ModelConfigError, match=message):
+        make_runner(tmp_path, **settings)

@@ -1,0 +1,79 @@
+"""The small checkpoints of models in which most layers have linear attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from .latent_and_wrapped_families import QWEN_3_IMAGES, in_parts
+from .mixture_families import Families
+
+LINEAR, FULL = "linear_attention", "full_attention"
+DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25},
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+IN_PARTS = {
+    **DELTA_NET,
+    "num_hidden_layers": 4,
+    "rope_parameters": {
+        **DELTA_NET["rope_parameters"],
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+HYBRID: Families = {
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {
+            **DELTA_NET,
+            **EXPERTS,
+            "mlp_only_layers": [1],
+            "num_hidden_layers": 5,
+            "layer_types": [
+                "linear_attention",
+                "full_attention",
+                *["linear_attention"] * 2,
+                "full_attention",
+            ],
+        },
+    ),
+    "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, DELTA_NET),
+    "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, {**DELTA_NET, **EXPERTS}),
+    "qwen3_5_images": (
+        Qwen3_5ForConditionalGeneration,
+        in_parts(Qwen3_5Config, QWEN_3_IMAGES),
+        {**IN_PARTS, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe_images": (
+        Qwen3_5MoeForConditionalGeneration,
+        in_parts(Qwen3_5MoeConfig, QWEN_3_IMAGES),
+        {**IN_PARTS, **EXPERTS},
+    ),
+}
+"""With two heads of values for each of keys, in the cache's bytes of two key-value heads."""
