@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from ..transport.handoff.outgoing import Outgoing
 from ..transport.handoff.sender import HandoffSender
 from ..transport.messages.messages import TokenLogprobs
-from .chunks import PrefillSequence, PrefillStep
+from .chunks import Chunk, PrefillSequence, PrefillStep
 
 
 class HandoffFeed:
@@ -52,7 +52,7 @@ class HandoffFeed:
         ``num_layers`` layers."""
         for chunk in step.chunks:
             sequence = chunk.sequence
-            stop = self._num_final(sequence, chunk.end)
+            stop = self._num_in_layers(chunk)
             self._sender.layers_ready(sequence.key, sequence.handed_over, stop, num_layers)
 
     def finish(
@@ -71,7 +71,12 @@ class HandoffFeed:
         """Yield the handoff of each chunk that has one, and how many blocks are final with the chunk."""
         for chunk in step.chunks:
             if (out := self._sender.outgoing.get(chunk.sequence.key)) is not None:
-                yield out, self._num_final(chunk.sequence, chunk.end)
+                yield out, self._num_in_layers(chunk)
+
+    def _num_in_layers(self, chunk: Chunk) -> int:
+        """Blocks of which a running chunk completes layer after layer, those of the state left out: should
+        the step fail, and shorter ones take its place, the state may come to lie in the other copy."""
+        return min(self._num_final(chunk.sequence, chunk.end), len(chunk.sequence.blocks))
 
     def _num_final(self, sequence: PrefillSequence, num_computed: int) -> int:
         """The last block, which may be partial, and its state only with the last token."""

@@ -29,12 +29,12 @@ from splitserve.transport.messages.messages import (
 
 
 class Rig:
-    """A decode worker with one slot, and a handoff to it that is complete."""
+    """A decode worker with one slot, and a handoff to it that is complete, with a state of one block."""
 
     def __init__(self) -> None:
         self.blocks, self.slots = BlockManager(20), AdapterSlots(1)
         meet = Meet(worker_id="d", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
-        scheduler = DecodeScheduler(self.blocks, MODEL.block_size, 4, 128, frozenset())
+        scheduler = DecodeScheduler(self.blocks, MODEL.block_size, 4, 128, frozenset(), state_blocks=1)
         self.core = DecodeCore(meet, scheduler, receiver(meet, self.blocks), adapters=self.slots)
 
     def fill(self, content: str) -> None:
@@ -44,10 +44,10 @@ class Rig:
 
     def join(self) -> list[Message]:
         """Return what the coordinator gets."""
-        blocks = self.blocks.allocate(8)
+        blocks = self.blocks.allocate(8 + 2)
         assert blocks is not None
         handoff = Handoff(spec=replace(SPEC, adapter="x"), lease=1, token=5, checksums=b"")
-        self.core._join(Join((7, 1), handoff, blocks, [], 0, 0.0, None), 0.0)
+        self.core._join(Join((7, 1), handoff, blocks[:9], blocks[9:], 0, 0.0, None), 0.0)
         actions = self.core.take(0.0)
         messages = [action.message for action in actions if isinstance(action, ToCoordinator)]
         return [message for message in messages if not isinstance(message, Load)]

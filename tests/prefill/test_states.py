@@ -32,7 +32,7 @@ class Rig:
         self.holds: dict[int, tuple[int, ...]] = {}
         self.snapshots = 0
 
-    def ask(self, dispatch: int, tokens: list[int]) -> PrefillSequence:
+    def ask(self, dispatch: int, tokens: list[int], decode: Peer = PEER, **more: object) -> PrefillSequence:
         spec = RequestSpec(
             request_id=f"r{dispatch}",
             epoch=0,
@@ -42,8 +42,9 @@ class Rig:
             num_prompt_tokens=len(tokens),
             sampling=SamplingParams(max_tokens=4),
             deadline_s=60.0,
+            **more,  # type: ignore[arg-type]
         )
-        return self.scheduler.add(spec, PEER, 0.0)
+        return self.scheduler.add(spec, decode, 0.0)
 
     def begin(self) -> PrefillStep:
         """Make the next step. It need not run: one before it may fail."""
@@ -146,6 +147,28 @@ def test_a_shared_beginning_gets_a_snapshot_where_the_prompts_part() -> None:
     assert rig.run() == [(2, 0, 12), (2, 12, 18)], "no snapshot but that behind 20 tokens; one behind 12 now"
     rig.ask(3, parts[1])
     assert rig.run() == [(3, 12, 18)]
+
+
+def test_one_snapshot_of_a_prefix_is_enough() -> None:
+    """(A prompt whose own logprobs are asked for is computed from its first token on.)"""
+    rig = Rig()
+    rig.ask(1, list(range(21)))
+    rig.run()
+    rig.ask(2, list(range(21)), prompt_logprobs=0)
+    assert len(rig.run()) == 3
+    assert rig.snapshots == 3
+
+
+def test_a_decode_worker_that_takes_nothing_in_slows_only_its_own_requests() -> None:
+    """Copies that wait to be taken in count: half of the pool is full of them."""
+    rig = Rig(num_blocks=40)
+    for dispatch in range(4):
+        rig.ask(dispatch, [dispatch])
+    rig.run()
+    rig.ask(4, [4])
+    rig.ask(5, [5], Peer(worker_id="e", incarnation=2, address="y"))
+    (chunk,) = rig.begin().chunks
+    assert chunk.sequence.key == (1, 5)
 
 
 def test_a_step_that_fails_leaves_the_state_before_it() -> None:

@@ -247,7 +247,7 @@ def draw_scenario(seed: int) -> Scenario:
     num_borrowing = Random(f"borrowing {seed}").choice([0, 0, 0, 0, 2, 3])
     if num_borrowing and (lends := Random(f"lends {seed}")).random() < 0.5:
         chosen["lend_every"] = EVERYTHING.lend_every * 2 ** lends.uniform(-1.0, 1.0)
-    state_blocks = Random(f"states {seed}").choice([0, 0, 0, 1, 2])
+    state_blocks = Random(f"hybrid {seed}").choice([0, 0, 0, 0, 0, 1, 2])
     cluster = Cluster(
         num_mixed=Random(f"mixed {seed}").choice([0, 0, 0, 0, 1, 2]),
         num_borrowing=num_borrowing,

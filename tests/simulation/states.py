@@ -44,24 +44,29 @@ def write_states(memory: Memory, row: RowStates, tokens: Sequence[int], layers: 
     """Write these layers of a row's new state and of its snapshot, after the step's ``tokens``."""
     size, folded = memory.block_size, dict[int, list[int]]()
     for j, block in enumerate(row.written):
-        for layer in layers:
-            before = _value(memory, row.read[j], j, layer) if row.read else 0
-            if before not in folded:
-                folded[before] = first_layer(before, tokens)
-            after, start = folded[before], layer * size
-            memory.write(block, start, [after[-1] + layer + j & MASK] * size)
-            if row.mark:
-                memory.write(row.snapshot[j], start, [after[row.mark - 1] + layer + j & MASK] * size)
+        before = _read(memory, row.read[j], j, layers) if row.read else 0
+        if before not in folded:
+            folded[before] = first_layer(before, tokens)
+        after, start = folded[before], layers.start * size
+        memory.write(block, start, _content(after[-1], j, layers, size))
+        if row.mark:
+            memory.write(row.snapshot[j], start, _content(after[row.mark - 1], j, layers, size))
 
 
 def read_state(memory: Memory, blocks: Sequence[int]) -> int:
     """Return the state in a copy; if its layers and blocks do not agree, something that none is."""
-    values = [
-        _value(memory, block, j, layer) for j, block in enumerate(blocks) for layer in range(NUM_LAYERS)
-    ]
-    return values[0] if len(set(values)) == 1 else hash(tuple(values)) & MASK
+    states = [_read(memory, block, j, range(NUM_LAYERS)) for j, block in enumerate(blocks)]
+    return states[0] if states.count(states[0]) == len(states) else hash(tuple(states)) & MASK
 
 
-def _value(memory: Memory, block: int, j: int, layer: int) -> int:
-    slots = memory.read(block, layer, layer + 1)
-    return slots[0] - layer - j & MASK if slots.count(slots[0]) == len(slots) else hash(tuple(slots)) & MASK
+def _read(memory: Memory, block: int, j: int, layers: range) -> int:
+    values = memory.read(block, layers.start, layers.stop)
+    state = values[0] - layers.start - j & MASK
+    return state if values == _content(state, j, layers, memory.block_size) else hash(tuple(values)) & MASK
+
+
+def _content(state: int, j: int, layers: range, size: int) -> list[int]:
+    values: list[int] = []
+    for layer in layers:
+        values += [state + layer + j & MASK] * size
+    return values

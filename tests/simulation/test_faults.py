@@ -110,6 +110,7 @@ def test_every_fault_happens_and_every_message_is_said() -> None:
     assert all(vars(EVERYTHING).values())
     assert {draw_scenario(seed).cluster.num_mixed for seed in range(50)} == {0, 1, 2}
     assert {draw_scenario(seed).cluster.num_borrowing for seed in range(50)} == {0, 2, 3}
+    assert {draw_scenario(seed).cluster.state_blocks for seed in range(50)} == {0, 1, 2}
     assert {
         name for seed in range(50) for name, value in vars(draw_scenario(seed).faults).items() if value
     } == set(vars(EVERYTHING))

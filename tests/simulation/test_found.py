@@ -116,3 +116,12 @@ def test_a_role_that_is_over_waits_for_no_process_whose_name_another_has_taken()
     """A prefill role had met two decode processes of one name, then both ended. It waited for ever until the
     first one confirmed that it holds no blocks."""
     assert not simulate(3304740551, NAMED["everything"]).violations
+
+
+def test_a_prompts_last_chunk_that_is_computed_in_shorter_ones_hands_over_one_copy_of_its_state() -> None:
+    """The first layers of a state had left with a step that then ran out of memory. Shorter chunks took its
+    place, and the state came to lie in the other copy: the layers that left had no common checksum."""
+    scenario = Scenario(Faults(step_no_memory=0.1), Cluster(num_prefill=1, num_decode=1, state_blocks=2))
+    worlds = [simulate(seed, scenario, requests=100) for seed in range(35, 41)]
+    assert sum(world.counts["layers put"] for world in worlds) > 100
+    assert not any(world.violations for world in worlds)

@@ -22,6 +22,7 @@ from simulation import (
     bugs_of_borrowing,
     bugs_of_pulls,
     bugs_of_resumption,
+    bugs_of_states,
     bugs_of_stored_prefixes,
     bugs_of_the_dispatcher,
     bugs_of_the_handoff,
@@ -49,6 +50,7 @@ FILES = (
     bugs_of_the_shells,
     bugs_of_the_loop,
     bugs_of_resumption,
+    bugs_of_states,
     bugs_of_the_dispatcher,
     bugs_of_upgrades,
 )

@@ -9,7 +9,7 @@ Nothing that decides is written again here. To be read in this order:
     builds.py                processes of other wire versions
     network.py, movers.py, agents.py, copies.py, communicators.py      carry messages and KV blocks, badly
     channels.py, environment.py      the four protocols of transport/environment.py over these
-    model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
+    model.py, memory.py, states.py      a model whose tokens show every wrong slot, and the oracle
     worker_process.py, worker_role.py      the worker's live loop, and each of its roles as the world sees it
     step_device.py           what computes its steps
     adapters.py              the folder of adapters, and the slots of a process
