@@ -43,7 +43,7 @@ def test_no_event_names_them_stored_or_removed() -> None:
 
 def test_the_kv_store_gets_none_of_them() -> None:
     blocks = BlockManager(6)
-    offload = Offload(blocks)
+    offload = Offload(blocks, lambda _: False)
     taken = blocks.allocate(2) or []
     blocks.commit_all(taken, [HASH, HASH + b"xx"], None)
     blocks.release(taken)
