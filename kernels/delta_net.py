@@ -31,7 +31,7 @@ NO_STATE, PADDING = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetWeights:
-    """conv     [channels, conv_size]
+    """conv     [channels, conv_size], as norm of the activations' type or float32
     decay    float32 [Hv]: exp(A)
     dt       float32 [Hv]
     norm     [Dv]

@@ -57,7 +57,12 @@ class StatePlace:
 
 def num_state_blocks(shape: DeltaNetShape, num_kv_heads: int, run_bytes: int) -> int:
     """Blocks for a layer's state. ``run_bytes``: of one head's keys in one block and layer. Raises ValueError
-    where they would cut a row of the state."""
+    where they would cut a row of the state, or where key-value heads do not divide the heads of the state."""
+    if shape.num_key_heads % num_kv_heads or shape.num_value_heads % shape.num_key_heads:
+        raise ValueError(
+            f"{shape.num_value_heads} value heads on {shape.num_key_heads} key heads are not shared equally "
+            f"by {num_kv_heads} key-value heads of the cache"
+        )
     if run_bytes % (4 * shape.value_dim):
         raise ValueError(
             f"a block has {run_bytes} bytes of a head's keys, no multiple of {4 * shape.value_dim}"

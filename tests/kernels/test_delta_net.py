@@ -45,3 +45,8 @@ def test_chunks_give_the_same_bits() -> None:
 def test_a_cut_row_is_refused() -> None:
     with pytest.raises(ValueError, match="no multiple of 64"):
         num_state_blocks(DeltaNetShape(2, 2, 16, 16, 4), 2, 96)
+
+
+def test_heads_that_are_not_shared_equally_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 value heads on 2 key heads are not shared equally by 4"):
+        num_state_blocks(DeltaNetShape(2, 2, 16, 16, 4), 4, 128)
