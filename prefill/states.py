@@ -18,6 +18,7 @@ import numpy as np
 
 from ..engine.cache.block_manager import BlockManager
 from ..engine.step.batch import BatchStates
+from ..transport.messages.blocks import state_hashes
 
 NO_STATE = -1  # see kernels/delta_net.py
 
@@ -51,18 +52,23 @@ class StateCache:
     def __init__(self, blocks: BlockManager, num_blocks: int, block_size: int) -> None:
         self._blocks, self.num_blocks, self._block_size = blocks, num_blocks, block_size
 
-    def names(self, block_hash: bytes) -> list[bytes]:
-        """Those of the snapshot behind this block. They are longer than hashes, and known to this worker
-        alone."""
-        return [block_hash + i.to_bytes(2, "little") for i in range(self.num_blocks)]
+    def hashes(self, block_hash: bytes) -> list[bytes]:
+        """Those of the snapshot behind this block."""
+        return state_hashes(block_hash, self.num_blocks)
+
+    def with_snapshot(self, hashes: list[bytes]) -> list[bytes]:
+        """Return the longest cached beginning of these blocks that another worker can go on behind, and the
+        blocks of its snapshot."""
+        count = self.match(hashes[: self._blocks.match_prefix(hashes)])
+        return hashes[:count] + (self.hashes(hashes[count - 1]) if count else [])
 
     def match(self, hashes: Sequence[bytes]) -> int:
         """How many of these blocks, which are all here, have a snapshot behind them."""
         if not self.num_blocks:
             return len(hashes)
-        last = (self.num_blocks - 1).to_bytes(2, "little")  # evicted first
         for count in range(len(hashes), 0, -1):
-            if self._blocks.match_prefix([hashes[count - 1] + last]) and self._is_whole(hashes[count - 1]):
+            first = state_hashes(hashes[count - 1], 1)
+            if self._blocks.match_prefix(first) and self._is_whole(hashes[count - 1]):
                 return count
         return 0
 
@@ -71,7 +77,7 @@ class StateCache:
         two copies was checked."""
         if not self.num_blocks:
             return PromptStates()
-        cached = self._blocks.acquire_prefix(self.names(hashes[num_matched - 1])) if num_matched else []
+        cached = self._blocks.acquire_prefix(self.hashes(hashes[num_matched - 1])) if num_matched else []
         both = self._blocks.allocate(2 * self.num_blocks)
         assert both is not None, "room was checked"
         branch = len(hashes) * self._block_size if len(hashes) > num_matched else 0
@@ -79,7 +85,7 @@ class StateCache:
 
     def num_needed(self, hashes: Sequence[bytes]) -> int:
         """How many fewer blocks ``begin`` with these leaves available."""
-        cached = self._blocks.num_idle_among(self.names(hashes[-1])) if hashes and self.num_blocks else 0
+        cached = self._blocks.num_idle_among(self.hashes(hashes[-1])) if hashes and self.num_blocks else 0
         return 2 * self.num_blocks + cached
 
     def of_chunk(
@@ -105,7 +111,7 @@ class StateCache:
         states.cached = []
         if chunk.snapshot and block_hash is not None:
             parent = block_hash
-            for block, name in zip(chunk.snapshot, self.names(block_hash), strict=True):
+            for block, name in zip(chunk.snapshot, self.hashes(block_hash), strict=True):
                 self._blocks.commit(block, name, parent)
                 parent = name
         self.release(chunk)
@@ -122,7 +128,7 @@ class StateCache:
         states.copies, states.cached = ([], []), []
 
     def _is_whole(self, block_hash: bytes) -> bool:
-        return self._blocks.match_prefix(self.names(block_hash)) == self.num_blocks
+        return self._blocks.match_prefix(self.hashes(block_hash)) == self.num_blocks
 
 
 def held_states(states: PromptStates) -> list[list[int]]:
