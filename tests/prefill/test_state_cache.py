@@ -36,7 +36,7 @@ def test_a_snapshot_is_evicted_before_its_block() -> None:
 
 @pytest.mark.parametrize(("behind", "count"), [((), 0), ((1,), 2), ((1, 3), 4), ((1, 4), 2)])
 def test_another_worker_gets_what_it_can_go_on_behind(behind: tuple[int, ...], count: int) -> None:
-    """Of the first four blocks."""
+    """It has asked for the first four blocks."""
     _, states = cached(*behind)
     sent = states.with_snapshot(BLOCKS[:4])
     assert sent == [*BLOCKS[:count], *(states.hashes(BLOCKS[count - 1]) if count else [])]
@@ -52,3 +52,23 @@ def test_hashes_of_states_are_like_others() -> None:
     assert len({*hashes, *BLOCKS}) == len(hashes) + len(BLOCKS)
     assert {len(of) for of in hashes} == {HASH_BYTES}
     assert state_hashes(BLOCKS[0], 2) == state_hashes(BLOCKS[0], 300)[:2]
+
+
+def test_a_snapshot_is_left_where_it_spares_enough() -> None:
+    """A fourth of its own blocks: two of tokens here."""
+    blocks = BlockManager(64)
+    cache = StateCache(blocks, 8, 4)
+    states = cache.begin([], 0)
+    marks = []
+    for start, end in ((0, 5), (5, 9), (9, 13), (13, 22)):
+        chunk = cache.of_chunk(states, 0, start, end, BLOCKS, 0)
+        assert chunk is not None
+        cache.book(states, chunk, BLOCKS[: end // 4])
+        marks.append(chunk.mark)
+    assert marks == [0, 3, 0, 7]
+    assert [i for i, block in enumerate(BLOCKS) if blocks.match_prefix(cache.hashes(block)) == 8] == [1, 4]
+    cache.free(states)
+    for num_cached, branch in ((3, 0), (4, 16)):
+        states = cache.begin(BLOCKS[:num_cached], 2)
+        assert states.branch == branch
+        cache.free(states)
