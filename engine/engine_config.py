@@ -44,6 +44,7 @@ def check_formats(settings: WorkerSettings, config: ModelConfig, device: torch.d
         for option, given in {
             "kv-dtype": settings.kv_dtype != "auto",
             "kv-store": bool(settings.kv_store),
+            "num-speculative-tokens": bool(getattr(settings, "num_speculative_tokens", 0)),
         }.items():
             if given:
                 raise ModelConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -73,11 +72,9 @@ class PrefillSequence:
         """The blocks of its tokens and of its state. (Of that only once its last chunk is in a step.)"""
         return self.blocks + self.states.newest(self.num_steps)
 
-    def left(self, block_size: int, match_prefix: Callable[[list[bytes]], int]) -> int:
-        """Unscheduled tokens; before it has started, without those that are cached now: of a long prefix
-        about 12 hashes are looked up, for this is asked of all that wait."""
-        usable = [] if self.blocks else self.usable_hashes(block_size)
-        hits = bisect_left(usable, True, key=lambda block_hash: not match_prefix([block_hash]))
+    def left(self, block_size: int, num_cached: Callable[[list[bytes]], int]) -> int:
+        """Unscheduled tokens; before it has started, without those that are cached now."""
+        hits = 0 if self.blocks else num_cached(self.usable_hashes(block_size))
         return self.unscheduled - hits * block_size
 
     @property
@@ -100,6 +97,11 @@ class PrefillSequence:
         """The hash of the block that is computed next; None: that block will not be full."""
         index = self.num_computed // block_size
         return self.hashes[index] if index < len(self.hashes) else None
+
+    def branch_hash(self, block_size: int) -> bytes | None:
+        """The hash of the block behind which a snapshot is to come; None: there is none, or it has come."""
+        is_ahead = self.states.branch > self.num_computed
+        return self.hashes[self.states.branch // block_size - 1] if is_ahead else None
 
     @property
     def scores_only(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 from ..engine.cache.block_manager import BlockManager
@@ -35,13 +36,16 @@ class PromptBlocks:
         usable = sequence.usable_hashes(size)
         cached_hashes = usable[: self._blocks.match_prefix(usable)]
         total = -(-sequence.num_tokens // size)
-        for hits in (self.states.match(cached_hashes), 0):  # a snapshot needs room, too
+        matched = self.states.match(cached_hashes)
+        for hits in (matched,) if num_beside else (matched, 0):  # a snapshot needs room, too
             needed = total - hits + left + self.states.num_needed(usable[:hits])
             behind = num_behind(hits * size, self._window, size)
             if needed <= self._blocks.num_available - self._blocks.num_idle_among(usable[behind:hits]):
                 break
         else:
             return False
+        if matched < len(cached_hashes):  # their snapshot will be newer than they are, and evicted first
+            self._blocks.release(self._blocks.acquire_prefix(cached_hashes))
         cached = self._blocks.acquire_prefix(usable[behind:hits])
         sequence.states = self.states.begin(cached_hashes, hits)
         fresh = self._blocks.allocate(total - hits)
@@ -50,11 +54,23 @@ class PromptBlocks:
         sequence.num_computed = sequence.num_scheduled = sequence.num_cached_tokens = hits * size
         return True
 
+    def num_cached(self, hashes: list[bytes]) -> int:
+        """How many leading blocks a prompt would find computed. It is asked of all that wait: of a long
+        prefix about 12 hashes are looked up."""
+        hits = bisect_left(hashes, True, key=lambda block_hash: not self._blocks.match_prefix([block_hash]))
+        return self.states.match(hashes[:hits])
+
     def chunk(self, sequence: PrefillSequence, count: int, num_beside: int) -> Chunk:
         """Its next chunk, of ``count`` tokens, which may leave a snapshot beside ``num_beside`` prompts."""
         start, left = sequence.num_scheduled, self._left_to_decode(num_beside)
         of_chunk = self.states.of_chunk(
-            sequence.states, sequence.num_steps, start, start + count, sequence.hashes, left
+            sequence.states,
+            sequence.num_steps,
+            start,
+            start + count,
+            sequence.hashes,
+            left,
+            start + count == sequence.num_tokens,
         )
         return Chunk(sequence, start, count, of_chunk)
 
@@ -70,7 +86,8 @@ class PromptBlocks:
         before = sequence.hashes[first - 1] if first else None
         self._blocks.commit_all(sequence.blocks[first:last], sequence.hashes[first:last], before)
         if chunk.states:
-            self.states.book(sequence.states, chunk.states, sequence.hashes[:last])
+            num_before = (chunk.start + chunk.states.mark) // self._block_size
+            self.states.book(sequence.states, chunk.states, sequence.hashes[:num_before], chunk.is_last)
         behind = num_behind(sequence.num_computed, self._window, self._block_size)
         if behind and (left := held(sequence.blocks[:behind])):  # the decode worker wants none of them
             self._blocks.release(left)

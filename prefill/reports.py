@@ -13,11 +13,11 @@ from ..engine.step.batch import finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.sender import HandoffSender
-from ..transport.messages.blocks import held as held_blocks
 from ..transport.messages.messages import FinishReason, FirstToken, Load, PeerId, TokenLogprobs, u32
 from ..transport.process.reports import CacheReporter
 from .chunks import PrefillSequence, PrefillStep
 from .prefix_waits import PrefixWaits
+from .prompt_blocks import tables
 from .scheduler import PrefillScheduler
 from .stored_prefixes import StoredPrefixes
 
@@ -75,7 +75,7 @@ class Heartbeat:
             blocks_cached=b.num_cached,
             blocks_used=b.num_used,
             blocks_leased=self._receiver.leases.num_blocks
-            + sum(len(held_blocks(sequence.blocks)) for sequence in s.pinned.values()),
+            + sum(len(blocks) for sequence in s.pinned.values() for blocks in tables(sequence)),
             num_running=len(s.running),
             num_waiting=len(s.waiting),
             num_waiting_tokens=s.num_waiting_tokens(),

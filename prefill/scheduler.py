@@ -27,7 +27,7 @@ from ..engine.cache.block_manager import BlockManager
 from ..engine.role_core import SizeLimit
 from ..engine.step.batch import SamplingState
 from ..transport.handoff.protocol import Key
-from ..transport.messages.blocks import chain, held, root_hash
+from ..transport.messages.blocks import chain, root_hash
 from ..transport.messages.messages import Peer, PeerId, RequestSpec, u32_array
 from ..transport.messages.prompt_order import prompt_rank
 from .chunks import Chunk, PrefillSequence, PrefillStep, batch_of
@@ -145,8 +145,10 @@ class PrefillScheduler:
         queue = _QueuePass(self, now) if self.waiting else None
         candidates = [*self.running.values(), *self.waiting.values()]
         if len(candidates) > 1:
-            size, match, aging = self.block_size, self.blocks.match_prefix, self._aging
-            candidates.sort(key=lambda s: prompt_rank(s.returns, s.left(size, match), now - s.arrival, aging))
+            size, cached, aging = self.block_size, self.prompt_blocks.num_cached, self._aging
+            candidates.sort(
+                key=lambda s: prompt_rank(s.returns, s.left(size, cached), now - s.arrival, aging)
+            )
         for sequence in candidates:
             if budget == 0 or len(chunks) == self._max_num_seqs:
                 break
@@ -254,6 +256,7 @@ class _QueuePass:
         self._scheduler, self._now = scheduler, now
         running, size = scheduler.running.values(), scheduler.block_size
         self._computing = {block_hash for s in running if (block_hash := s.next_hash(size))}
+        self._branches = {block_hash for s in running if (block_hash := s.branch_hash(size))}
         self._crowding = self._crowding_peers()
         self._starved = False  # a prompt that has waited too long gets the next blocks
 
@@ -268,11 +271,15 @@ class _QueuePass:
             return False
         if block_hash := sequence.next_hash(self._scheduler.block_size):
             self._computing.add(block_hash)
+        if block_hash := sequence.branch_hash(self._scheduler.block_size):
+            self._branches.add(block_hash)
         return True
 
     def _being_computed(self, sequence: PrefillSequence) -> bool:
         usable = sequence.usable_hashes(self._scheduler.block_size)
         hits = self._scheduler.blocks.match_prefix(usable)
+        if hits and usable[hits - 1] in self._branches:
+            return True  # it will have a snapshot there
         return hits < len(usable) and usable[hits] in self._computing
 
     def _crowding_peers(self) -> set[PeerId]:
@@ -283,5 +290,5 @@ class _QueuePass:
             return set()
         kept: Counter[PeerId] = Counter()
         for sequence in scheduler.pinned.values():
-            kept[sequence.peer_id] += len(held(sequence.blocks)) + scheduler.prompt_blocks.fixed_blocks
+            kept[sequence.peer_id] += sum(map(len, tables(sequence)))
         return {peer for peer, count in kept.items() if count >= scheduler.blocks.num_blocks // 2}

@@ -22,7 +22,9 @@ from ..engine.step.batch import BatchStates
 from ..transport.messages.blocks import state_hashes
 
 NO_STATE = -1  # see kernels/delta_net.py
-WORTH = 4  # a snapshot of n blocks is to spare the computation of n / WORTH blocks of tokens
+WORTH = 4
+"""A snapshot of n blocks is to spare the computation of n / WORTH blocks of tokens; of n where it is neither
+at a prompt's end nor at a branch."""
 
 
 @dataclass(slots=True)
@@ -93,31 +95,45 @@ class StateCache:
         return 2 * self.num_blocks + cached
 
     def of_chunk(
-        self, states: PromptStates, num_in_flight: int, start: int, end: int, hashes: list[bytes], left: int
+        self,
+        states: PromptStates,
+        num_in_flight: int,
+        start: int,
+        end: int,
+        hashes: list[bytes],
+        left: int,
+        is_last: bool = False,
     ) -> ChunkStates | None:
         """Those of a prompt's next chunk. It gets a snapshot, unless there is one, it would be of little use,
-        or there are no more than ``left`` blocks beside."""
+        or there are no more than ``left`` blocks beside. That of a prompt ends before its last token, which
+        is computed when the prompt comes again."""
         if not self.num_blocks:
             return None
         number = states.num_booked + num_in_flight
         read = states.copies[(number - 1) % 2] if number else states.cached
-        num_full, snapshot = end // self._block_size, None
+        num_full, snapshot = (end - is_last) // self._block_size, None
         mark = num_full * self._block_size - start
-        wanted = mark > 0 and self._is_worth(num_full - states.num_kept)
+        worth = WORTH if is_last or end == states.branch else 1
+        wanted = mark > 0 and self._is_worth(num_full - states.num_kept, worth)
         has_room = self.num_blocks + left <= self._blocks.num_available
         if wanted and has_room and not self._is_whole(hashes[num_full - 1]):
             snapshot = self._blocks.allocate(self.num_blocks)
         return ChunkStates(read, states.copies[number % 2], snapshot or [], mark if snapshot else 0)
 
-    def book(self, states: PromptStates, chunk: ChunkStates, hashes: Sequence[bytes]) -> None:
-        """The chunk has been computed; ``hashes``: of the prompt's full blocks so far, which are cached."""
+    def book(self, states: PromptStates, chunk: ChunkStates, before: Sequence[bytes], is_last: bool) -> None:
+        """The chunk has been computed; ``before``: hashes of the blocks before its snapshot, which are
+        cached. Behind the last one, only its own copy is kept."""
         states.num_booked += 1
         self._blocks.release(states.cached)
         states.cached = []
         if chunk.snapshot:
-            self._blocks.commit_all(chunk.snapshot, self.hashes(hashes[-1]), hashes[-1])
-            states.num_kept = len(hashes)
+            self._blocks.commit_all(chunk.snapshot, self.hashes(before[-1]), before[-1])
+            states.num_kept = len(before)
         self.release(chunk)
+        if is_last:
+            other = states.copies[states.num_booked % 2]
+            self._blocks.release(other)
+            other.clear()
 
     def release(self, chunk: ChunkStates | None) -> None:
         """The chunk is over, or has not been computed."""
@@ -130,9 +146,9 @@ class StateCache:
             self._blocks.release(blocks)
         states.copies, states.cached = ([], []), []
 
-    def _is_worth(self, num_blocks: int) -> bool:
+    def _is_worth(self, num_blocks: int, worth: int = WORTH) -> bool:
         """Whether these blocks of tokens are worth a snapshot behind them."""
-        return WORTH * num_blocks >= max(1, self.num_blocks)
+        return worth * num_blocks >= max(1, self.num_blocks)
 
     def _is_whole(self, block_hash: bytes) -> bool:
         return self._blocks.match_prefix(self.hashes(block_hash)) == self.num_blocks

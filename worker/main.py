@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 
-from ..engine.errors import ModelConfigError
 from ..engine.load_model import load_model
 from ..transport.channels.keys import load_key
 from ..transport.movers.shm import SharedPool
@@ -51,12 +50,6 @@ def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
         settings.chunk_budget if isinstance(settings, PrefillSettings) else None,
         2 * settings.max_num_seqs,  # decode rows, and prompts beside them
     )
-    drafts = isinstance(settings, DecodeSettings) and settings.num_speculative_tokens
-    if drafts and model.identity.state_blocks:
-        raise ModelConfigError(
-            "a model with linear attention cannot take back drafted tokens yet: leave out "
-            "--num-speculative-tokens"
-        )
     worker = Worker(settings, live_parts(settings, model, key, shared[0] if shared else None))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())

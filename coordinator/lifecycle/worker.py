@@ -128,7 +128,7 @@ class WorkerRecord:
         self.max_model_len = hello.max_model_len
         if hello.mixed:  # between its roles a prompt's last block moves, and is there twice
             most = self.num_blocks - 1 - 2 * self.fixed_blocks
-            self.max_model_len = min(self.max_model_len, most * self.block_size)
+            self.max_model_len = min(self.max_model_len, max(0, most) * self.block_size)
         self.is_mixed = hello.mixed and not hello.home
         self.is_reserve = hello.home not in ("", hello.role)
         self._update()

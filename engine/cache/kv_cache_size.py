@@ -39,12 +39,13 @@ class KVCacheWish:
     max_num_seqs: int | None = 64  # None: as many as there is room for
     num_blocks: int | None = None
     num_bytes: int | None = None
-    state_blocks: int = 0  # of a sequence's state; it has two copies
+    state_blocks: int = 0  # of a sequence's state
 
     @property
     def fixed_blocks(self) -> int:
-        """Blocks that a sequence needs however long it is."""
-        return 2 * self.state_blocks
+        """Blocks that a sequence needs however long it is: for two copies of its state in each role, and a
+        last, partial block that a worker of both hands over to itself."""
+        return 4 * self.state_blocks + 1 if self.state_blocks else 0
 
 
 def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:

@@ -80,7 +80,8 @@ class BatchStates:
     source: NDArray[np.int32]
     marks: NDArray[np.int32]
 
-    def followed_by(self, other: BatchStates) -> BatchStates:
+    def followed_by(self, other: BatchStates | None) -> BatchStates:
+        assert other is not None, "all sequences of a model have states, or none"
         return BatchStates(
             np.concatenate([self.tables, other.tables]),
             np.concatenate([self.source, other.source]),
@@ -164,7 +165,7 @@ class Batch:
             fed_from=fed_from,
             adapters=adapters_of(self.adapters or [""] * num_rows, chunks.adapters or [""] * chunks.num_seqs),
             embeds=[*[False] * num_rows, *chunks.embeds],
-            states=self.states.followed_by(chunks.states) if self.states and chunks.states else None,
+            states=None if self.states is None else self.states.followed_by(chunks.states),
         )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.delta_net import StateInputs
+from ..errors import DeviceLostError
 from ..model.decoder import AttentionMetadata
 from .batch import Batch
 
+T = TypeVar("T")
 METADATA = ("positions", "query_start_loc", "seq_lens", "block_tables", "slot_mapping")
 STATES = ("tables", "source", "marks")
 
@@ -22,6 +25,21 @@ def metadata_arrays(batch: Batch) -> dict[str, NDArray[np.int32] | NDArray[np.in
     if batch.states is not None:
         arrays |= {f"state {name}": getattr(batch.states, name) for name in STATES}
     return arrays
+
+
+def once_only(output: Callable[[], T]) -> Callable[[], T]:
+    """A launched step with states cannot be computed again: the one behind it may have overwritten what it
+    read. Where its output raises, so does this, DeviceLostError."""
+
+    def checked() -> T:
+        try:
+            return output()
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            raise DeviceLostError(f"a launched step failed, and its states are lost: {error}") from error
+
+    return checked
 
 
 def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:

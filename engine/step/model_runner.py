@@ -23,7 +23,7 @@ from ..model.decoder import AttentionMetadata
 from ..ranks.threads import AllRanks, written_by_all
 from .batch import Batch, StepOutput
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
-from .metadata import attention_metadata, metadata_arrays
+from .metadata import attention_metadata, metadata_arrays, once_only
 from .prefill_graphs import PrefillGraphs
 from .sampler import SampledRows, Sampler, StepLogits, prompt_logprobs
 from .step_thread import OnLayer
@@ -132,7 +132,12 @@ class ModelRunner:
             else:
                 sampled, computed, prompt_logprobs, embeddings = self._run_layers(batch, on_layer, slots)
                 tokens = self._sample(batch, sampled, computed)
-        return lambda: self.loaded.rank.checked(StepOutput(*tokens(), prompt_logprobs, embeddings()))
+
+        def output() -> StepOutput:
+            return self.loaded.rank.checked(StepOutput(*tokens(), prompt_logprobs, embeddings()))
+
+        on_gpu = self.device.type != "cpu"
+        return once_only(output) if batch.states is not None and on_gpu else output
 
     def _run_layers(
         self, batch: Batch, on_layer: OnLayer | None, slots: NDArray[np.int32] | None

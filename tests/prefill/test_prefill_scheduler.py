@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -83,17 +84,21 @@ def test_a_prompt_that_is_cached_goes_before_a_shorter_one_that_is_not() -> None
     assert run(scheduler, 0.1) == [3, 2]
 
 
-def test_to_rank_a_prompt_looks_few_of_its_blocks_up() -> None:
+def test_to_rank_a_prompt_looks_few_of_its_blocks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = (scheduler := make(num_blocks=4000)).blocks
     sequence, looked_up = scheduler.add(spec(1, list(range(4000))), PEER, 0.0), []
+    real = cache.match_prefix
 
     def match_prefix(hashes: list[bytes]) -> int:
         looked_up.extend(hashes)
-        return cache.match_prefix(hashes)
+        return real(hashes)
 
     for num_cached in (0, 1, 500, 999, 1000):
         cache.commit_all(cache.allocate(num_cached) or [], sequence.hashes[:num_cached], None)
-        assert sequence.left(BLOCK, match_prefix) == 4000 - BLOCK * min(num_cached, 999)
+        monkeypatch.setattr(cache, "match_prefix", match_prefix)
+        left = sequence.left(BLOCK, scheduler.prompt_blocks.num_cached)
+        monkeypatch.undo()
+        assert left == 4000 - BLOCK * min(num_cached, 999)
     assert len(looked_up) <= 5 * 10
 
 

@@ -55,20 +55,33 @@ def test_hashes_of_states_are_like_others() -> None:
 
 
 def test_a_snapshot_is_left_where_it_spares_enough() -> None:
-    """A fourth of its own blocks: two of tokens here."""
+    """As many blocks of tokens as it takes; a fourth at a branch and at a prompt's end (before its last
+    token)."""
+    hashes = [bytes([i]) * HASH_BYTES for i in range(20)]
     blocks = BlockManager(64)
     cache = StateCache(blocks, 8, 4)
-    states = cache.begin([], 0)
-    marks = []
-    for start, end in ((0, 5), (5, 9), (9, 13), (13, 22)):
-        chunk = cache.of_chunk(states, 0, start, end, BLOCKS, 0)
-        assert chunk is not None
-        cache.book(states, chunk, BLOCKS[: end // 4])
-        marks.append(chunk.mark)
-    assert marks == [0, 3, 0, 7]
-    assert [i for i, block in enumerate(BLOCKS) if blocks.match_prefix(cache.hashes(block)) == 8] == [1, 4]
-    cache.free(states)
-    for num_cached, branch in ((3, 0), (4, 16)):
-        states = cache.begin(BLOCKS[:num_cached], 2)
-        assert states.branch == branch
+
+    def marks(*chunks: tuple[int, int], branch: int = 0) -> list[int]:
+        states, found = cache.begin([], 0), []
+        states.branch = branch
+        for start, end in chunks:
+            is_last = (start, end) == chunks[-1]
+            chunk = cache.of_chunk(states, 0, start, end, hashes, 0, is_last)
+            assert chunk is not None
+            cache.book(states, chunk, hashes[: (start + chunk.mark) // 4], is_last)
+            found.append(chunk.mark)
         cache.free(states)
+        return found
+
+    assert marks((0, 7)) == [0]
+    assert marks((0, 30), (30, 35), (35, 44)) == [0, 2, 5]
+    assert marks((0, 8)) == [0]
+    assert marks((0, 12), (12, 14), branch=12) == [12, 0]
+    kept = {i for i, of in enumerate(hashes) if blocks.match_prefix(cache.hashes(of)) == 8}
+    assert kept == {2, 7, 9}
+    assert blocks.num_used == 0
+
+
+@pytest.mark.parametrize(("num_cached", "branch"), [(1, 0), (2, 8)])
+def test_a_branch_is_where_a_snapshot_spares_enough(num_cached: int, branch: int) -> None:
+    assert StateCache(BlockManager(16), 8, 4).begin(BLOCKS[:num_cached], 0).branch == branch

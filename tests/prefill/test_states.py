@@ -160,15 +160,15 @@ def test_one_snapshot_of_a_prefix_is_enough() -> None:
 
 
 def test_a_decode_worker_that_takes_nothing_in_slows_only_its_own_requests() -> None:
-    """Copies that wait to be taken in count: half of the pool is full of them."""
+    """Copies that wait to be taken in count, one of each prompt: half of the pool is full of them."""
     rig = Rig(num_blocks=40)
-    for dispatch in range(4):
+    for dispatch in range(20 // (1 + STATE) + 1):
         rig.ask(dispatch, [dispatch])
     rig.run()
-    rig.ask(4, [4])
-    rig.ask(5, [5], Peer(worker_id="e", incarnation=2, address="y"))
+    rig.ask(90, [4])
+    rig.ask(91, [5], Peer(worker_id="e", incarnation=2, address="y"))
     (chunk,) = rig.begin().chunks
-    assert chunk.sequence.key == (1, 5)
+    assert chunk.sequence.key == (1, 91)
 
 
 def test_a_step_that_fails_leaves_the_state_before_it() -> None:
