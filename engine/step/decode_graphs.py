@@ -238,10 +238,10 @@ class DecodeGraphs:
         """Whether it only decodes, and no more sequences than there is a graph for, now and in the rows of
         the step before that it is fed from. A prompt's last token by itself may have its state elsewhere."""
         most, states = self._buckets[-1], batch.states
-        if states is not None and (states.marks.any() or (states.source != batch.positions % 2).any()):
-            return False
         fed = batch.fed_from is None or int(batch.fed_from.max(initial=-1)) < most
-        return fed and batch.num_seqs <= most and batch.only_decodes
+        if not (fed and batch.num_seqs <= most and batch.only_decodes):
+            return False
+        return states is None or not (states.marks.any() or (states.source != batch.positions % 2).any())
 
     def logits(
         self, batch: Batch, sampled_last: Tensor | None = None, slots: NDArray[np.int32] | None = None

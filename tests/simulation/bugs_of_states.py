@@ -74,11 +74,12 @@ def keep_the_state_of_a_token_too_few(patch: Patch) -> None:
 
 
 def name_a_snapshot_by_another_prompt(patch: Patch) -> None:
-    book, before = StateCache.book, list[bytes | None]()
+    book, earlier = StateCache.book, list[list[bytes]]()
 
-    def broken(self: Any, states: Any, chunk: Any, block_hash: bytes | None) -> None:
-        before.append(block_hash)
-        book(self, states, chunk, before[-2] if len(before) > 1 else block_hash)
+    def broken(self: Any, states: Any, chunk: Any, before: list[bytes], is_last: bool) -> None:
+        if chunk.snapshot:
+            earlier.append(before)
+        book(self, states, chunk, earlier[-2] if chunk.snapshot and len(earlier) > 1 else before, is_last)
 
     patch.setattr(StateCache, "book", broken)
 
@@ -86,8 +87,8 @@ def name_a_snapshot_by_another_prompt(patch: Patch) -> None:
 def leak_the_snapshot_of_a_chunk_that_was_not_computed(patch: Patch) -> None:
     book = StateCache.book
 
-    def broken(self: Any, states: Any, chunk: Any, block_hash: bytes | None) -> None:
-        book(self, states, chunk, block_hash)
+    def broken(self: Any, states: Any, chunk: Any, before: list[bytes], is_last: bool) -> None:
+        book(self, states, chunk, before, is_last)
         self._blocks.release(chunk.snapshot)
 
     patch.setattr(StateCache, "book", broken)

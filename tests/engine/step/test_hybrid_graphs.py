@@ -52,13 +52,13 @@ class Rows:
             HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), [blocks.pop() for _ in range(2)], GREEDY)
             for n in LENGTHS
         ]
-        self.copies = [[blocks.pop() for _ in range(2 * self._count)] for _ in LENGTHS]
+        self.copies = np.array([[blocks.pop() for _ in range(2 * self._count)] for _ in LENGTHS], np.int32)
 
     def batch(self, rows: list[int], counts: list[int]) -> Batch:
         picked = [(self.sequences[i], count) for i, count in zip(rows, counts, strict=True)]
         tables, source = [], []
         for i, (sequence, count) in zip(rows, picked, strict=True):
-            copies = np.array(self.copies[i], np.int32).reshape(2, -1)
+            copies = self.copies[i].reshape(2, -1)
             begins = sequence.num_computed == 0
             tables.append(np.concatenate([copies[:: -1 if begins and count % 2 else 1], copies[:1]]))
             source.append(NO_STATE if begins else sequence.num_computed % 2)
@@ -95,3 +95,32 @@ def test_replayed_steps_are_the_plain_ones(runner: ModelRunner) -> None:
     runner.kv_cache.pool.fill_(torch.nan)
     assert steps() == plain
     assert torch.equal(runner.kv_cache.pool.isnan(), written)
+
+
+@pytest.mark.parametrize("chunks", [[1], [5, 1], [15, 1], [4, 1]])
+def test_a_prompt_that_ends_with_a_chunk_of_one_token(runner: ModelRunner, chunks: list[int]) -> None:
+    """It looks like a decode step, and has its state in the copy that the chunk before it wrote."""
+
+    def answer() -> tuple[int, Tensor]:
+        runner.kv_cache.pool.fill_(0.5)  # what others have left
+        rows, token = Rows(runner), -1
+        sequence = rows.sequences[0]
+        sequence.prompt = [7] * sum(chunks)
+        copies, snapshot = rows.copies[0].reshape(2, -1), rows.copies[1][: len(rows.copies[0]) // 2]
+        for number, count in enumerate(chunks):
+            tables = np.stack([copies[(number - 1) % 2], copies[number % 2], snapshot])
+            source = [0 if number else NO_STATE]
+            if not number:
+                tables[0] = tables[1]
+            marks = [count if (sequence.num_computed + count) % BLOCK_SIZE == 0 else 0]
+            states = BatchStates(tables[None], np.array(source, np.int32), np.array(marks, np.int32))
+            batch = replace(make_batch([(sequence, count)], BLOCK_SIZE), states=states)
+            (token,) = runner.execute(batch).token_ids.tolist()
+            sequence.num_computed += count
+        return token, runner.kv_cache.pool.clone()
+
+    plain = answer()
+    runner.capture(replayed)
+    token, pool = answer()
+    assert token == plain[0]
+    assert torch.equal(pool, plain[1])
