@@ -54,7 +54,7 @@ def run(settings: PrefillSettings | DecodeSettings | FlexibleSettings) -> None:
     drafts = isinstance(settings, DecodeSettings) and settings.num_speculative_tokens
     if drafts and model.identity.state_blocks:
         raise ModelConfigError(
-            "a model with linear attention cannot take back drafted tokens yet: leave out "
+            "a model with recurrent layers cannot take back drafted tokens yet: leave out "
             "--num-speculative-tokens"
         )
     worker = Worker(settings, live_parts(settings, model, key, shared[0] if shared else None))

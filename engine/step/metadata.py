@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.delta_net import StateInputs
+from ...kernels.states import StateInputs
 from ..model.decoder import AttentionMetadata
 from .batch import Batch
 
