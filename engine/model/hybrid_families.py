@@ -46,7 +46,7 @@ QWEN_3_5_MOE = replace(
 
 
 def olmo_hybrid_terms(config: dict[str, Any]) -> dict[str, Any]:
-    """Heads of delta nets have sizes that follow from others. Without a theta there is no rope."""
+    """Heads of delta nets have sizes that follow from others. Where the theta is null there is no rope."""
     heads, rope = positive_int(config, "num_attention_heads"), config.get("rope_parameters") or {}
     num_keys = positive_int(config, "linear_num_key_heads", heads)
     key_dim = positive_int(
@@ -59,7 +59,7 @@ def olmo_hybrid_terms(config: dict[str, Any]) -> dict[str, Any]:
         "linear_key_head_dim": key_dim,
         "linear_value_head_dim": positive_int(config, "linear_value_head_dim", 2 * key_dim),
     }
-    if rope.get("rope_theta") is not None or config.get("rope_theta") is not None:
+    if rope.get("rope_theta", config.get("rope_theta", 1e4)) is not None:
         return found
     no_rope = [0] * positive_int(config, "num_hidden_layers")
     return {**found, "rope_parameters": None, "rope_theta": 1.0, "no_rope_layers": no_rope}
@@ -133,7 +133,7 @@ HYBRID: dict[str, Family] = {
         tensors=TensorNames(
             input_norm="", attention_out_norm="post_attention_layernorm", post_norm="",
             mlp_out_norm="post_feedforward_layernorm",
-            recurrent=TensorNames(input_norm="attention_layer_norm", post_norm="feedforward_layer_norm"),
+            recurrent=TensorNames(),
         ),
         defaults={
             "vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,

@@ -81,6 +81,7 @@ HYBRID: Families = {
             "layer_types": [LINEAR, FULL, LINEAR, FULL, LINEAR],
             "linear_key_head_dim": 24,
             "linear_value_head_dim": 48,
+            "rope_parameters": {"rope_theta": None},  # as published: there is none
         },
     ),
     "qwen3_next": (

@@ -80,14 +80,14 @@ def _stack_experts(file: Path) -> None:
 
 
 def _name_norms_and_cut_convolutions(file: Path) -> None:
-    """Name tensors as published: transformers saves a norm of attention layers by the name that it has in the
-    others, and thirds of the convolution in place of q's, k's and v's channels."""
+    """Name tensors as published: transformers saves norms by other names, and thirds of the convolution in
+    place of q's, k's and v's channels."""
+    right = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
     tensors = load_file(file)
+    assert all(any(wrong in name for name in tensors) for wrong in right)
+    for wrong, name in right.items():
+        tensors = {of.replace(f".{wrong}.", f".{name}."): tensor for of, tensor in tensors.items()}
     for name in list(tensors):
-        layer, _, of = name.rpartition(".self_attn.q_proj")
-        if of and layer:
-            wrong = f"{layer}.feedforward_layer_norm.weight"
-            tensors[f"{layer}.post_attention_layernorm.weight"] = tensors.pop(wrong)
         layer, _, of = name.rpartition(".linear_attn.q_proj")
         if of and layer:
             names = [f"{layer}.linear_attn.{of}_conv1d.weight" for of in "qkv"]

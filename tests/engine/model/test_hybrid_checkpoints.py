@@ -146,7 +146,7 @@ LFM2_MIXTURE = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "use_expert_bias": True, "rope_theta": 1e6,
     "layer_types": [FULL if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
 }  # fmt: skip
-OLMO = {"num_hidden_layers": 32, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+OLMO = {"num_hidden_layers": 32, "rope_parameters": {"rope_theta": None}}
 
 
 @pytest.mark.parametrize(
