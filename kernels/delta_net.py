@@ -30,7 +30,7 @@ L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetWeights:
-    """conv     [channels, conv_size]
+    """conv     [channels, conv_size], as norm of the activations' type or float32
     decay    float32 [Hv]: exp(A)
     dt       float32 [Hv]
     norm     [Dv]

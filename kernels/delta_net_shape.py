@@ -37,6 +37,12 @@ class DeltaNetShape:
         return self.value_dim
 
     def of_head(self, num_kv_heads: int) -> DeltaNetShape:
+        """Raises ValueError where key-value heads do not divide the heads of the state."""
+        if self.num_key_heads % num_kv_heads or self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"{self.num_value_heads} value heads on {self.num_key_heads} key heads are not shared "
+                f"equally by {num_kv_heads} key-value heads of the cache"
+            )
         return DeltaNetShape(
             self.num_key_heads // num_kv_heads, self.num_value_heads // num_kv_heads,
             self.key_dim, self.value_dim, self.conv_size,

@@ -27,4 +27,9 @@ class ShortConvShape:
         return 1
 
     def of_head(self, num_kv_heads: int) -> ShortConvShape:
+        """Raises ValueError where key-value heads do not divide the channels."""
+        if self.channels % num_kv_heads:
+            raise ValueError(
+                f"{self.channels} channels are not shared equally by {num_kv_heads} key-value heads"
+            )
         return ShortConvShape(self.channels // num_kv_heads, self.conv_size)

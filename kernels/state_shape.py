@@ -21,7 +21,8 @@ class StateShape(Protocol):
         """Numbers that lie side by side."""
 
     def of_head(self, num_kv_heads: int) -> Self:
-        """The part that lies where one key-value head's keys and values do."""
+        """The part that lies where one key-value head's keys and values do. Raises ValueError where heads
+        have no equal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,5 +55,5 @@ def spaced_floats(shape: StateShape, num_kv_heads: int) -> int:
 
 
 def num_state_blocks(shape: StateShape, num_kv_heads: int, run_bytes: int, num_layers: int = 1) -> int:
-    """Blocks for the states of as many layers. Raises as ``used_floats``."""
+    """Blocks for the states of as many layers. Raises as ``used_floats`` and ``StateShape.of_head``."""
     return -(-num_layers * spaced_floats(shape, num_kv_heads) // (2 * used_floats(shape, run_bytes)))

@@ -69,7 +69,11 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         self.sender = HandoffSender(meet, times, slicing, scheduler.blocks if tests_movers else None)
         self.feed = HandoffFeed(self.sender, scheduler.block_size, is_local)
         self.prefixes = PrefixSender(
-            self.sender, scheduler.blocks, scheduler.block_size, lambda: self.room()[1]
+            self.sender,
+            scheduler.blocks,
+            scheduler.block_size,
+            lambda: self.room()[1],
+            scheduler.prompt_blocks.states.with_snapshot,
         )
         self._first_tokens = FirstTokens(eos_token_ids, max_model_len)
         self._prefix_waits = PrefixWaits()

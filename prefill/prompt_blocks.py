@@ -70,7 +70,7 @@ class PromptBlocks:
         before = sequence.hashes[first - 1] if first else None
         self._blocks.commit_all(sequence.blocks[first:last], sequence.hashes[first:last], before)
         if chunk.states:
-            self.states.book(sequence.states, chunk.states, sequence.hashes[last - 1] if last else None)
+            self.states.book(sequence.states, chunk.states, sequence.hashes[:last])
         behind = num_behind(sequence.num_computed, self._window, self._block_size)
         if behind and (left := held(sequence.blocks[:behind])):  # the decode worker wants none of them
             self._blocks.release(left)

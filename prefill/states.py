@@ -5,7 +5,8 @@ A state lies in blocks of the KV pool. A prompt has two copies: a chunk reads th
 that a step that fails can be computed again. The state after a chunk's last full block stays in the prefix
 cache as a *snapshot*, in blocks whose names follow from that block's hash: a later prompt begins behind the
 longest prefix that has one. Cached blocks with no snapshot at their end are computed again, and get one: the
-next prompt with the same beginning begins there.
+next prompt with the same beginning begins there. A snapshot may take as much memory as the keys and values of
+thousands of tokens, so there is none where it would spare the computation of few.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import numpy as np
 
 from ..engine.cache.block_manager import BlockManager
 from ..engine.step.batch import BatchStates
+from ..transport.messages.blocks import state_hashes
 
 NO_STATE = -1  # see kernels/delta_net.py
+WORTH = 4  # a snapshot of n blocks is to spare the computation of n / WORTH blocks of tokens
 
 
 @dataclass(slots=True)
@@ -29,6 +32,7 @@ class PromptStates:
     copies: tuple[list[int], list[int]] = ([], [])
     cached: list[int] = field(default_factory=list)  # the snapshot from which its first chunk goes on
     branch: int = 0  # tokens that are cached, with a snapshot of fewer
+    num_kept: int = 0  # blocks up to its newest snapshot
     num_booked: int = 0  # chunks
 
     def newest(self, num_in_flight: int) -> list[int]:
@@ -51,18 +55,23 @@ class StateCache:
     def __init__(self, blocks: BlockManager, num_blocks: int, block_size: int) -> None:
         self._blocks, self.num_blocks, self._block_size = blocks, num_blocks, block_size
 
-    def names(self, block_hash: bytes) -> list[bytes]:
-        """Those of the snapshot behind this block. They are longer than hashes, and known to this worker
-        alone."""
-        return [block_hash + i.to_bytes(2, "little") for i in range(self.num_blocks)]
+    def hashes(self, block_hash: bytes) -> list[bytes]:
+        """Those of the snapshot behind this block."""
+        return state_hashes(block_hash, self.num_blocks)
+
+    def with_snapshot(self, hashes: list[bytes]) -> list[bytes]:
+        """Return the longest cached beginning of these blocks that another worker can go on behind, and the
+        blocks of its snapshot."""
+        count = self.match(hashes[: self._blocks.match_prefix(hashes)])
+        return hashes[:count] + (self.hashes(hashes[count - 1]) if count else [])
 
     def match(self, hashes: Sequence[bytes]) -> int:
         """How many of these blocks, which are all here, have a snapshot behind them."""
         if not self.num_blocks:
             return len(hashes)
-        last = (self.num_blocks - 1).to_bytes(2, "little")  # evicted first
         for count in range(len(hashes), 0, -1):
-            if self._blocks.match_prefix([hashes[count - 1] + last]) and self._is_whole(hashes[count - 1]):
+            first = state_hashes(hashes[count - 1], 1)
+            if self._blocks.match_prefix(first) and self._is_whole(hashes[count - 1]):
                 return count
         return 0
 
@@ -71,43 +80,43 @@ class StateCache:
         two copies was checked."""
         if not self.num_blocks:
             return PromptStates()
-        cached = self._blocks.acquire_prefix(self.names(hashes[num_matched - 1])) if num_matched else []
+        cached = self._blocks.acquire_prefix(self.hashes(hashes[num_matched - 1])) if num_matched else []
         both = self._blocks.allocate(2 * self.num_blocks)
         assert both is not None, "room was checked"
-        branch = len(hashes) * self._block_size if len(hashes) > num_matched else 0
-        return PromptStates((both[: self.num_blocks], both[self.num_blocks :]), cached, branch)
+        branch = len(hashes) * self._block_size if self._is_worth(len(hashes) - num_matched) else 0
+        copies = both[: self.num_blocks], both[self.num_blocks :]
+        return PromptStates(copies, cached, branch, num_matched)
 
     def num_needed(self, hashes: Sequence[bytes]) -> int:
         """How many fewer blocks ``begin`` with these leaves available."""
-        cached = self._blocks.num_idle_among(self.names(hashes[-1])) if hashes and self.num_blocks else 0
+        cached = self._blocks.num_idle_among(self.hashes(hashes[-1])) if hashes and self.num_blocks else 0
         return 2 * self.num_blocks + cached
 
     def of_chunk(
         self, states: PromptStates, num_in_flight: int, start: int, end: int, hashes: list[bytes], left: int
     ) -> ChunkStates | None:
-        """Those of a prompt's next chunk. It gets a snapshot, unless there is one, or there are no more than
-        ``left`` blocks beside."""
+        """Those of a prompt's next chunk. It gets a snapshot, unless there is one, it would be of little use,
+        or there are no more than ``left`` blocks beside."""
         if not self.num_blocks:
             return None
         number = states.num_booked + num_in_flight
         read = states.copies[(number - 1) % 2] if number else states.cached
         num_full, snapshot = end // self._block_size, None
         mark = num_full * self._block_size - start
+        wanted = mark > 0 and self._is_worth(num_full - states.num_kept)
         has_room = self.num_blocks + left <= self._blocks.num_available
-        if mark > 0 and has_room and not self._is_whole(hashes[num_full - 1]):
+        if wanted and has_room and not self._is_whole(hashes[num_full - 1]):
             snapshot = self._blocks.allocate(self.num_blocks)
         return ChunkStates(read, states.copies[number % 2], snapshot or [], mark if snapshot else 0)
 
-    def book(self, states: PromptStates, chunk: ChunkStates, block_hash: bytes | None) -> None:
-        """The chunk has been computed; ``block_hash``: of its last full block, which is cached by now."""
+    def book(self, states: PromptStates, chunk: ChunkStates, hashes: Sequence[bytes]) -> None:
+        """The chunk has been computed; ``hashes``: of the prompt's full blocks so far, which are cached."""
         states.num_booked += 1
         self._blocks.release(states.cached)
         states.cached = []
-        if chunk.snapshot and block_hash is not None:
-            parent = block_hash
-            for block, name in zip(chunk.snapshot, self.names(block_hash), strict=True):
-                self._blocks.commit(block, name, parent)
-                parent = name
+        if chunk.snapshot:
+            self._blocks.commit_all(chunk.snapshot, self.hashes(hashes[-1]), hashes[-1])
+            states.num_kept = len(hashes)
         self.release(chunk)
 
     def release(self, chunk: ChunkStates | None) -> None:
@@ -121,8 +130,12 @@ class StateCache:
             self._blocks.release(blocks)
         states.copies, states.cached = ([], []), []
 
+    def _is_worth(self, num_blocks: int) -> bool:
+        """Whether these blocks of tokens are worth a snapshot behind them."""
+        return WORTH * num_blocks >= max(1, self.num_blocks)
+
     def _is_whole(self, block_hash: bytes) -> bool:
-        return self._blocks.match_prefix(self.names(block_hash)) == self.num_blocks
+        return self._blocks.match_prefix(self.hashes(block_hash)) == self.num_blocks
 
 
 def held_states(states: PromptStates) -> list[list[int]]:

@@ -101,8 +101,8 @@ def _in_file(name: str, text: str) -> Iterator[Place]:
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_LINE:
             yield Place("lines over 110 characters", name, number, f"{len(line)} characters")
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(text)))
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
             if methods > MAX_METHODS and not name.startswith("tests/"):
@@ -110,7 +110,7 @@ def _in_file(name: str, text: str) -> Iterator[Place]:
         for defined in _defined_names(node):
             if PRIVATE_NAME.search(defined):
                 yield Place("private names", name, getattr(node, "lineno", 1), defined)
-    for number, prose, opens in _prose(text, tree):
+    for number, prose, opens in _prose(text, nodes):
         if opens and FRAGMENT.match(prose.lstrip()):
             yield Place("private words", name, number, prose.strip().splitlines()[0])
         for offset, line in enumerate(prose.splitlines()):
@@ -131,9 +131,9 @@ def _defined_names(node: ast.AST) -> Iterator[str]:
         yield node.attr
 
 
-def _prose(text: str, tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+def _prose(text: str, nodes: list[ast.AST]) -> Iterator[tuple[int, str, bool]]:
     """(Line, text, whether a docstring opens here) of each docstring and comment."""
-    for node in ast.walk(tree):
+    for node in nodes:
         for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
             value = getattr(statement, "value", None)
             if (

@@ -71,10 +71,12 @@ class PrefixSource(NamedTuple):
 
 
 def can_send_prefix(source: WorkerRecord, prefill: WorkerRecord) -> bool:
-    """Return whether this worker can send cached blocks to that one, of another process."""
+    """Return whether this worker can send cached blocks to that one, of another process. Where blocks alone
+    are of no use, without the state behind them, decode workers have none."""
     theirs, ours = prefill.hello, source.hello
     return (
-        source.kind == prefill.kind
+        not (source.fixed_blocks and source.role == "decode")
+        and source.kind == prefill.kind
         and not (source.draining or source.ended or source.unreached_since)
         and source is not prefill
         and not (ours.process and ours.process == theirs.process)
@@ -90,8 +92,7 @@ def prefix_source(
     """Return a worker that has enough more of the prompt cached than the one that computes it: ``least``
     tokens; 0: nothing is pulled."""
     size = prefill.block_size
-    no_use = prefill.sends_no_prefix or request.needs_prompt_logprobs
-    if not least or request.num_tokens <= least or no_use:
+    if not least or request.num_tokens <= least or prefill.window or request.needs_prompt_logprobs:
         return None
     if request.first_hash(prefill) not in cache:
         return None

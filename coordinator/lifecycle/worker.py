@@ -252,12 +252,6 @@ class WorkerRecord:
             num_blocks - num_behind(num_tokens, self.window, self.block_size) if self.window else num_blocks
         )
 
-    @property
-    def sends_no_prefix(self) -> bool:
-        """Whether other workers' cached blocks are of no use: behind a window they are not kept, and blocks
-        alone, without the state behind them, are none."""
-        return bool(self.window or self.fixed_blocks)
-
     def match_prefix(self, hashes: list[bytes]) -> int:
         """Return how many leading blocks of a prompt this worker has cached: one that has a block has all
         before it, since caches evict leaves first."""

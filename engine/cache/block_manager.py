@@ -15,7 +15,6 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ...transport.messages.blocks import NO_BLOCK
-from ...transport.messages.messages import HASH_BYTES
 
 
 class CacheEvents:
@@ -45,11 +44,6 @@ class CacheEvents:
     def close(self) -> None:
         """Nobody will ask again."""
         self._close(self)
-
-
-def _is_public(name: bytes) -> bool:
-    """Whether it is a block's hash; longer names are this worker's own."""
-    return len(name) <= HASH_BYTES
 
 
 def has_spare(num_available: int, num_blocks: int) -> bool:
@@ -178,7 +172,7 @@ class BlockManager:
 
     def cached_hashes(self) -> list[bytes]:
         """Every hash that can be found here."""
-        return list(filter(_is_public, self._block_of))
+        return list(self._block_of)
 
     def watch(self) -> CacheEvents:
         """What is stored and removed from now on."""
@@ -188,7 +182,7 @@ class BlockManager:
 
     def _notify_watchers(self) -> None:
         for events in self._watchers:
-            events.note(filter(_is_public, self._stored), filter(_is_public, self._removed))
+            events.note(self._stored, self._removed)
         self._stored, self._removed = {}, {}
 
     def _evict(self, count: int) -> None:

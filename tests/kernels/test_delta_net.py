@@ -50,3 +50,8 @@ def test_rows_are_not_cut() -> None:
     assert [num_state_blocks(shape, 2, 4 * run, num_layers=2) for run in (16, 24, 31, 32)] == [25, 25, 25, 13]
     with pytest.raises(ValueError, match="60 bytes of a head's keys, and a state's rows 64"):
         num_state_blocks(shape, 2, 60)
+
+
+def test_heads_that_are_not_shared_equally_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 value heads on 2 key heads are not shared equally by 4"):
+        num_state_blocks(DeltaNetShape(2, 2, 16, 16, 4), 4, 128)

@@ -31,7 +31,7 @@ def test_a_worked_example_runs(words: list[str], tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     Path("dgx.yaml").write_text(HARDWARE, encoding="utf-8")
     rows = "".join(
-        f"2023-11-16 18:{15 + i // 30}:{2 * (i % 30):02}.0000000,{300 + 97 * i % 900},{20 + i % 9}\n"
+        f"2023-11-16 18:{15 + i // 30}:{2 * (i % 30):02}.0000000,{300 + 97 * i % 900},{3 + i % 3}\n"
         for i in range(20)
     )
     Path("models.yaml").write_text(MODELS, encoding="utf-8")

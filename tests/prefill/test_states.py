@@ -99,8 +99,8 @@ class Rig:
 
     def num_snapshots(self, sequence: PrefillSequence) -> int:
         """Blocks of this prompt behind which there is a whole one."""
-        names = self.scheduler.prompt_blocks.states.names
-        return sum(self.blocks.match_prefix(names(block_hash)) == STATE for block_hash in sequence.hashes)
+        hashes = self.scheduler.prompt_blocks.states.hashes
+        return sum(self.blocks.match_prefix(hashes(block_hash)) == STATE for block_hash in sequence.hashes)
 
 
 def test_each_chunk_reads_the_copy_that_the_one_before_has_written() -> None:
@@ -207,7 +207,7 @@ def test_where_a_part_of_a_snapshot_is_evicted_the_prompt_begins_further_ahead(p
     sequence = rig.ask(1, list(range(21)))
     rig.run()
     rig.end(1)
-    name = rig.scheduler.prompt_blocks.states.names(sequence.hashes[3])[part]
+    name = rig.scheduler.prompt_blocks.states.hashes(sequence.hashes[3])[part]
     (block,) = rig.blocks.find([name])
     rig.blocks._forget(block)  # as eviction does
     del rig.blocks._idle[block]

@@ -21,7 +21,7 @@ def decode_s(scenario: Scenario, num_requests: int) -> float:
     usual = mean(MAX_TOKENS) * (3 if cluster.drafts else 1)
     tokens = usual + scenario.odd * ODD_AND_LONG * _longest(cluster)
     num_answers = num_requests * (1 + scenario.keyed * scenario.odd)
-    blocks = (mean(SHARED) + mean(OWN) + usual) / BLOCK_SIZE
+    blocks = (mean(SHARED) + mean(OWN) + usual) / BLOCK_SIZE + 2 * cluster.state_blocks
     rows = min(float(cluster.max_num_seqs), cluster.decode_blocks / blocks)
     others = cluster.num_flexible // 2 + cluster.num_mixed + cluster.num_borrowing
     return num_answers * tokens * DECODE_STEP_S / (rows * (cluster.num_decode + others))

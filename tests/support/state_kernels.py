@@ -131,12 +131,14 @@ def case_of(
 def assert_same_step(
     case: Case, kernel: Kernel, reference: Kernel, dtype: torch.dtype, parts: Sequence[Part]
 ) -> None:
-    """The output and the states are close to the reference's, and nothing else in the pool changes."""
-    projected = case.projected(sum(part.num_tokens for part in parts), dtype)
+    """The output and the states are close to the reference's, and nothing else in the pool changes. A row
+    that is no sequence's follows, as in a captured step."""
+    projected = case.projected(sum(part.num_tokens for part in parts) + 1, dtype)
     pool, expected_pool = case.pool.clone(), case.pool.clone()
     found = case.run(kernel, projected, pool, parts)
     expected = case.run(reference, projected, expected_pool, parts)
     assert found.dtype == dtype
+    assert not found[-1].any()
     allowed = 2e-5 if dtype == torch.float32 else 2e-2
     assert (found - expected).abs().max() <= allowed * expected.abs().max() + 1e-30
     before, after, known = (of.view(torch.int32) for of in (case.pool, pool, expected_pool))

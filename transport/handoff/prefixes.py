@@ -18,11 +18,20 @@ from .sender import HandoffSender
 
 
 class PrefixSender:
-    """The prefixes that this worker sends, by ``sender``, out of ``blocks``. ``left`` returns how many blocks
-    to leave to sequences that run here."""
+    """The prefixes that this worker sends, by ``sender``, out of ``blocks``."""
 
-    def __init__(self, sender: HandoffSender, blocks: BlockPool, block_size: int, left: Callable[[], int]):
+    def __init__(
+        self,
+        sender: HandoffSender,
+        blocks: BlockPool,
+        block_size: int,
+        left: Callable[[], int],
+        of_use: Callable[[list[bytes]], list[bytes]] = list,
+    ) -> None:
+        """``left`` returns how many blocks to leave to sequences that run here; ``of_use`` which blocks to
+        send for a prefix of these."""
         self._sender, self._blocks, self._block_size, self._left = sender, blocks, block_size, left
+        self._of_use = of_use
         self._held: dict[Key, list[int]] = {}
         self._num_left: dict[Key, int] = {}  # leading blocks that have left, of those that are not complete
         self._past: OrderedDict[Key, None] = OrderedDict()  # that have come, or were cancelled
@@ -30,7 +39,7 @@ class PrefixSender:
     def begin(self, order: SendPrefix, now: float) -> None:
         """Offer what is cached here of the prefix, or inform its receiver that nothing comes."""
         key = (order.coordinator, order.dispatch)
-        hashes = from_hashes(order.block_hashes)
+        hashes = self._of_use(from_hashes(order.block_hashes))
         if key in self._past:
             return  # an echo: messages of the first could echo too, and be taken for the second's
         remember(self._past, key, None)

@@ -10,6 +10,9 @@ sliding window has left behind. Pure.
 Tokens enter as little-endian uint32. BLAKE2b is collision-resistant, so that no tenant can craft a prompt
 that hits another's block; the salt separates tenants on purpose. About 1 us a block.
 
+**States.** The state of all tokens up to a block's end, of layers without keys and values, lies in blocks of
+its own. Their hashes follow from that block's.
+
 **Sliding window.** A token at position p attends to positions p - window + 1 to p. A block whose last
 position is below that is behind the window of this token and of every later one: it may be released, and need
 not be sent. Its place in the sequence's block table stays, as ``NO_BLOCK``.
@@ -23,6 +26,7 @@ from hashlib import blake2b
 from .messages import HASH_BYTES
 
 NO_BLOCK = -1
+_STATE = int.from_bytes(blake2b(b"state", digest_size=HASH_BYTES).digest(), "little")
 
 
 @lru_cache(maxsize=1024)  # a few models and tenants
@@ -42,6 +46,13 @@ def chain(parent: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
         parent = blake2b(parent + token_ids[start : start + size], digest_size=HASH_BYTES).digest()
         hashes.append(parent)
     return hashes
+
+
+def state_hashes(block_hash: bytes, count: int) -> list[bytes]:
+    """Return the hashes of the blocks with the state behind this block. They differ from it by fixed numbers:
+    to craft two blocks that do is as hard as two that are equal."""
+    number = int.from_bytes(block_hash, "little") ^ _STATE
+    return [(number ^ i).to_bytes(HASH_BYTES, "little") for i in range(count)]
 
 
 def num_behind(num_tokens: int, window: int, block_size: int) -> int:

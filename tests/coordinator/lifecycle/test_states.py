@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from support.lifecycle_bench import MODEL, Bench, ends, make_hello, sent
+from support.lifecycle_bench import MODEL, Bench, ends, make_hello
 
+from splitserve.coordinator.lifecycle.routing import can_send_prefix
 from splitserve.coordinator.lifecycle.worker import NO_ROOM, WorkerRecord
-from splitserve.transport.messages.blocks import chain, root_hash
-from splitserve.transport.messages.messages import BlockEvents, Load, Prefill, SamplingParams, SendPrefix, u32
+from splitserve.transport.messages.messages import Load, SamplingParams, u32
 
 STATE = 2
 COPIES = 2 * STATE
@@ -67,13 +67,11 @@ def test_a_mixed_worker_keeps_room_for_both_roles_copies() -> None:
 
 
 @pytest.mark.parametrize("model", [MODEL, WITH_STATES], ids=["without", "with"])
-def test_no_blocks_are_pulled_that_come_without_their_state(model: Any) -> None:
-    bench, prompt = Bench(min_pull_tokens=8), list(range(40))
-    for name, role in (("p", "prefill"), ("d", "decode")):
+def test_blocks_are_pulled_from_workers_that_have_their_state(model: Any) -> None:
+    """A decode worker has none behind them."""
+    bench = Bench(min_pull_tokens=8)
+    for name, role in (("a", "prefill"), ("b", "prefill"), ("d", "decode")):
         bench.hello(name, role, incarnation=2, model=model)
-    stored = b"".join(chain(root_hash("m"), u32(prompt), SIZE)[:8])
-    events = BlockEvents(worker_id="d", incarnation=2, number=1, reset=True, stored=stored)
-    bench.send("d", events, incarnation=2)
-    actions = bench.submit(prompt_token_ids=prompt)
-    assert len(sent(actions, Prefill)) == 1
-    assert bool(sent(actions, SendPrefix)) == (model is MODEL)
+    a, b, d = list(bench.core.pools.workers.values())[-3:]
+    assert can_send_prefix(b, a)
+    assert can_send_prefix(d, a) == (model is MODEL)
