@@ -48,7 +48,7 @@ def check_formats(settings: WorkerSettings, config: ModelConfig, device: torch.d
         }.items():
             if given:
                 raise ModelConfigError(
-                    f"--{option} is not there yet for models with linear attention: leave it out"
+                    f"--{option} is not there yet for models with recurrent layers: leave it out"
                 )
     if config.quantisation is not None and settings.quantization != "none":
         raise ModelConfigError("the checkpoint is quantised already: leave out --quantization")

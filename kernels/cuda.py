@@ -29,6 +29,7 @@ from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefil
 from .gpu.provided_attention import ProvidedAttention
 from .gpu.quantised_linear import QuantisedLinear
 from .gpu.rope_store import rope_and_store
+from .gpu.short_conv import short_conv
 from .interface import AttentionInputs, LayerParts, Linear, joined
 from .mixture_weights import ExpertWeights, MixtureWeights
 from .quantised import QuantisedWeight, Scheme, Weight, joined_weight, parts_of, quantise
@@ -120,7 +121,8 @@ class CudaKernels:
 
     embedding, gate_mul = staticmethod(embedding), staticmethod(gate_mul)
     rms_norm, add_rms_norm = staticmethod(rms_norm), staticmethod(add_rms_norm)
-    rope_and_store, delta_net = staticmethod(rope_and_store), staticmethod(delta_net)
+    rope_and_store = staticmethod(rope_and_store)
+    delta_net, short_conv = staticmethod(delta_net), staticmethod(short_conv)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
         if pool.shape[2] == 1:

@@ -3,7 +3,7 @@ in the blocks of the KV pool.
 
     x     = silu(causal depthwise convolution of q, k and v)
     S     = exp(g) S;  S += k (beta (v - S' k))';  o = S' q       g = -exp(A) softplus(a + dt),
-                                                                  beta = sigmoid(b)
+                                                                  beta = beta_scale sigmoid(b)
     out   = norm(o) weight silu(z)
 
 q and k of each head are divided by their length, q by sqrt(Dk) as well; each serves Hv / Hk consecutive value
@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from .delta_net_shape import DeltaNetShape as DeltaNetShape
-from .delta_net_shape import StatePlace as StatePlace
-from .delta_net_shape import num_state_blocks as num_state_blocks
+from .state_shape import NO_STATE, PADDING, StatePlace
+from .states import StateInputs, read_state, write_state
 
 L2_EPS = 1e-6
-NO_STATE, PADDING = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,7 @@ class DeltaNetWeights:
     decay    float32 [Hv]: exp(A)
     dt       float32 [Hv]
     norm     [Dv]
+    beta_scale  beta is as many times the sigmoid of b
     """
 
     conv: Tensor
@@ -42,25 +42,7 @@ class DeltaNetWeights:
     dt: Tensor
     norm: Tensor
     eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class StateInputs:
-    """The places of the states of a step's sequences. Each sequence has a token or more, or it is padding.
-
-    query_start_loc int32 [num_seqs + 1]
-    tables          int32 [num_seqs, 3, blocks]  blocks of the pool: two copies of the state, and a snapshot
-    source          int32 [num_seqs]             the copy that has the state before the step; the other gets
-                                                 the one after it. NO_STATE: zeros, and copy 0 gets it.
-                                                 PADDING: nothing is read or written, the output is zeros
-    marks           int32 [num_seqs]             the snapshot gets the state after as many of the step's
-                                                 tokens; 0: there is none
-    """
-
-    query_start_loc: Tensor
-    tables: Tensor
-    source: Tensor
-    marks: Tensor
+    beta_scale: float = 1.0
 
 
 def delta_net(
@@ -78,7 +60,7 @@ def delta_net(
     for i, (source, mark) in enumerate(zip(inputs.source.tolist(), inputs.marks.tolist(), strict=True)):
         if source == PADDING:
             continue
-        tables = inputs.tables[i, :, place.first : place.first + place.count].long()
+        tables = inputs.tables[i].long()
         state, newest = (
             _zeros(shape, pool) if source == NO_STATE else _read(pool, place, tables[source], shape)
         )
@@ -110,7 +92,7 @@ def _run(
     q, k = (of * torch.rsqrt((of * of).sum(-1, keepdim=True) + L2_EPS) for of in (q, k))
     q, k = (of.repeat_interleave(num_values // num_keys, dim=1) for of in (q / shape.key_dim**0.5, k))
     v, z = (of.view(len(x), num_values, shape.value_dim) for of in (v, z))
-    beta, decay = b.sigmoid(), (-weights.decay * softplus(a + weights.dt)).exp()
+    beta, decay = weights.beta_scale * b.sigmoid(), (-weights.decay * softplus(a + weights.dt)).exp()
     o = torch.empty_like(v)
     for t in range(len(x)):
         state *= decay[t, :, None, None]
@@ -132,26 +114,21 @@ def _read(pool: Tensor, place: StatePlace, blocks: Tensor, shape: DeltaNetShape)
     """State [Hv, Dk, Dv] and inputs of the convolution [conv_size - 1, channels]."""
     num_kv_heads = pool.shape[3]
     part = shape.of_head(num_kv_heads)
-    rows = pool[blocks, place.layer].movedim(2, 0).contiguous().view(torch.uint8).view(num_kv_heads, -1)
-    floats = rows.view(torch.float32)
+    floats = read_state(pool, place, blocks, shape)
     size = part.num_value_heads * part.key_dim * part.value_dim
     state = floats[:, :size].reshape(shape.num_value_heads, shape.key_dim, shape.value_dim)
-    newest = floats[:, size : part.num_floats].view(num_kv_heads, part.conv_size - 1, part.channels)
+    newest = floats[:, size:].view(num_kv_heads, part.conv_size - 1, part.channels)
     keys = part.num_key_heads * part.key_dim
     parts = torch.split(newest, [keys, keys, part.num_value_heads * part.value_dim], dim=2)
-    return state.clone(), torch.cat([of.movedim(0, 1).flatten(1) for of in parts], dim=1)
+    return state, torch.cat([of.movedim(0, 1).flatten(1) for of in parts], dim=1)
 
 
 def _write(
     pool: Tensor, place: StatePlace, blocks: Tensor, shape: DeltaNetShape, state: Tensor, newest: Tensor
 ) -> None:
     num_kv_heads = pool.shape[3]
-    part = shape.of_head(num_kv_heads)
     keys = shape.num_key_heads * shape.key_dim
     parts = torch.split(newest, [keys, keys, shape.num_value_heads * shape.value_dim], dim=1)
     heads = torch.cat([of.view(len(newest), num_kv_heads, -1) for of in parts], dim=2).movedim(1, 0)
     floats = torch.cat([state.reshape(num_kv_heads, -1), heads.reshape(num_kv_heads, -1)], dim=1)
-    there = pool[blocks, place.layer].movedim(2, 0).contiguous()
-    rows = there.view(torch.uint8).view(num_kv_heads, -1).view(torch.float32)
-    rows[:, : part.num_floats] = floats
-    pool[blocks, place.layer] = there.movedim(0, 2)
+    write_state(pool, place, blocks, shape, floats)

@@ -1,5 +1,4 @@
-"""The sizes of linear attention by the gated delta rule, and where its states lie; ``delta_net.py`` names the
-letters. Free of torch."""
+"""The sizes of gated delta nets; ``delta_net.py`` names the letters. Free of torch."""
 
 from __future__ import annotations
 
@@ -28,43 +27,23 @@ class DeltaNetShape:
 
     @property
     def num_floats(self) -> int:
-        """Numbers of a layer's state: [Hv, Dk, Dv], and behind it the newest inputs of the convolution."""
+        """Numbers of a layer's state: by key-value head, [Hv, Dk, Dv], and behind it the newest inputs of the
+        convolution, [conv_size - 1, channels]."""
         state = self.num_value_heads * self.key_dim * self.value_dim
         return state + self.channels * (self.conv_size - 1)
 
+    @property
+    def row(self) -> int:
+        return self.value_dim
+
     def of_head(self, num_kv_heads: int) -> DeltaNetShape:
-        """The part that lies where one key-value head's keys and values do."""
+        """Raises ValueError where key-value heads do not divide the heads of the state."""
+        if self.num_key_heads % num_kv_heads or self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"{self.num_value_heads} value heads on {self.num_key_heads} key heads are not shared "
+                f"equally by {num_kv_heads} key-value heads of the cache"
+            )
         return DeltaNetShape(
             self.num_key_heads // num_kv_heads, self.num_value_heads // num_kv_heads,
             self.key_dim, self.value_dim, self.conv_size,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class StatePlace:
-    """The place of a layer's state: ``count`` blocks of a table from ``first`` on, there the bytes of the
-    cache's layer ``layer``.
-
-    The part of each key-value head (``DeltaNetShape.of_head``) lies in that head's bytes, [Hv, Dk, Dv] and
-    then [conv_size - 1, channels], as float32: first in the head's keys of the first block, then in its
-    values, then in the next block's. A row of Dv numbers is never cut.
-    """
-
-    layer: int
-    first: int
-    count: int
-
-
-def num_state_blocks(shape: DeltaNetShape, num_kv_heads: int, run_bytes: int) -> int:
-    """Blocks for a layer's state. ``run_bytes``: of one head's keys in one block and layer. Raises ValueError
-    where they would cut a row of the state, or where key-value heads do not divide the heads of the state."""
-    if shape.num_key_heads % num_kv_heads or shape.num_value_heads % shape.num_key_heads:
-        raise ValueError(
-            f"{shape.num_value_heads} value heads on {shape.num_key_heads} key heads are not shared equally "
-            f"by {num_kv_heads} key-value heads of the cache"
-        )
-    if run_bytes % (4 * shape.value_dim):
-        raise ValueError(
-            f"a block has {run_bytes} bytes of a head's keys, no multiple of {4 * shape.value_dim}"
-        )
-    return -(-4 * shape.of_head(num_kv_heads).num_floats // (2 * run_bytes))

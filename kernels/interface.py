@@ -19,10 +19,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .delta_net import DeltaNetShape, DeltaNetWeights, StateInputs, StatePlace
+from .delta_net import DeltaNetShape, DeltaNetWeights
 from .mixture_shape import Activation
 from .mixture_weights import Mixture, MixtureWeights
 from .quantised import Weight, parts_of
+from .short_conv import ShortConvShape, ShortConvWeights
+from .state_shape import StatePlace
+from .states import StateInputs
 
 INT8_SCALE_BYTES = 4
 
@@ -253,6 +256,14 @@ class Kernels(Protocol):
     ) -> Tensor:  # fmt: skip
         """A gated delta net behind its projection, see ``delta_net``: [num_tokens, shape.width] ->
         [num_tokens, num_value_heads * value_dim]. Moves the states in ``pool`` on."""
+        ...
+
+    def short_conv(
+        self, projected: Tensor, pool: Tensor, place: StatePlace, shape: ShortConvShape,
+        weights: ShortConvWeights, inputs: StateInputs,
+    ) -> Tensor:  # fmt: skip
+        """A short convolution behind its projection, see ``short_conv``: [num_tokens, shape.width] ->
+        [num_tokens, channels]. Moves the states in ``pool`` on."""
         ...
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> FusedLayers | None:

@@ -20,10 +20,10 @@ from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, RopeInputs
 from .measured_choice import NEVER, ROWS, KernelChoices, rows_of_onednn
 from .mixture_shape import ACTIVATIONS, Activation
 from .mixture_weights import MixtureWeights
-from .native_delta_net import delta_net
 from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, heads_in_memory
 from .native_linear import OF_ONE_THREAD, LinearByRows, OneDnnLinear, PackedLinear, check_rows, shape_of
 from .native_low_rank import NativeLowRank
+from .native_states import delta_net, short_conv
 from .packed_weights import PackedWeights
 from .quantised import QuantisedWeight, Scheme, Weight, parts_of
 from .quantised_linear import QuantisedLinear
@@ -181,7 +181,7 @@ class NativeCpuKernels:
         )  # fmt: skip
         return out
 
-    delta_net = staticmethod(delta_net)
+    delta_net, short_conv = staticmethod(delta_net), staticmethod(short_conv)
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> NativeLayers | None:
         if self._choices is not None:

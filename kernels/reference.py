@@ -18,6 +18,7 @@ from .low_rank import TorchLowRank
 from .mixture_shape import Activation, MixtureShape
 from .mixture_weights import MixtureWeights
 from .quantised import QuantisedWeight, Weight, parts_of, rounded_rows
+from .short_conv import short_conv
 
 E4M3_LARGEST = 448.0
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of gpt-oss's gate
@@ -184,7 +185,7 @@ class TorchKernels:
             out[rows] = attention(q[rows], keys, values, inputs)
         return out.flatten(1)
 
-    delta_net = staticmethod(delta_net)
+    delta_net, short_conv = staticmethod(delta_net), staticmethod(short_conv)
 
     def use_this_thread(self) -> None:
         """No thread has settings of its own."""

@@ -146,7 +146,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     )
     if model.identity.state_blocks:
         raise PlannerError(
-            "a model with linear attention cannot be profiled yet: the planner knows no memory that a "
+            "a model with recurrent layers cannot be profiled yet: the planner knows no memory that a "
             "sequence takes however long it is"
         )
     start_s = time.time() - psutil.Process().create_time()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.delta_net import DeltaNetShape, DeltaNetWeights, StateInputs, StatePlace, num_state_blocks
+from ...kernels.delta_net import DeltaNetShape, DeltaNetWeights
 from ...kernels.gpu.decode_attention import decode_attention
 from ...kernels.gpu.decode_plan import plan_decode
 from ...kernels.gpu.delta_net import delta_net
@@ -21,9 +21,13 @@ from ...kernels.gpu.quantised_experts import QuantisedExperts
 from ...kernels.gpu.quantised_linear import QuantisedLinear, quantised_tile
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gpu.sampling import SamplingRows, sample
+from ...kernels.gpu.short_conv import short_conv
 from ...kernels.gpu.step_inputs import advance
 from ...kernels.interface import AttentionInputs, RopeInputs
 from ...kernels.mixture_shape import MixtureShape
+from ...kernels.short_conv import ShortConvShape, ShortConvWeights
+from ...kernels.state_shape import StatePlace, num_state_blocks
+from ...kernels.states import StateInputs
 from . import sm90
 from .attention_variants import Attention
 from .gate_up import GateUpTile, gate_up
@@ -110,9 +114,18 @@ def gated_delta_net(num_seqs: int, num_tokens: int, dtype: torch.dtype = BFLOAT1
     source, marks = (empty(num_seqs, dtype=torch.int32) for _ in range(2))
     inputs = StateInputs(starts, tables, source, marks)
     pool = empty(4, 1, 2, 2, block_size, head_dim, dtype=dtype)
-    delta_net(
-        empty(num_tokens, shape.width, dtype=dtype), pool, StatePlace(0, 0, count), shape, weights, inputs
-    )
+    delta_net(empty(num_tokens, shape.width, dtype=dtype), pool, StatePlace(0, 0), shape, weights, inputs)
+
+
+def gated_short_conv(num_seqs: int, num_tokens: int, bias: bool = False) -> None:
+    """LFM2's channels."""
+    shape, count = ShortConvShape(2048, 3), 1
+    conv, of = (empty(*sizes, dtype=torch.float32) for sizes in ((3, 2048), (2048,)))
+    starts, tables = (empty(*of, dtype=torch.int32) for of in ((num_seqs + 1,), (num_seqs, 3, count)))
+    source, marks = (empty(num_seqs, dtype=torch.int32) for _ in range(2))
+    inputs, pool = StateInputs(starts, tables, source, marks), empty(4, 1, 2, 8, 16, 64)
+    weights = ShortConvWeights(conv, of if bias else None)
+    short_conv(empty(num_tokens, shape.width), pool, StatePlace(0, 512), shape, weights, inputs)
 
 
 def gate_and_up(tile: GateUpTile) -> None:

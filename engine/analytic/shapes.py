@@ -50,9 +50,10 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     """Read the shape from ``config.json``. Raises KeyError where a field is missing, ValueError where layers
     keep a state in place of keys and values."""
     config, whole = config.get("text_config", config), config
-    if config.get("linear_num_value_heads") or "linear_attention" in (config.get("layer_types") or ()):
+    kinds, recurrent = config.get("layer_types") or (), ("linear_num_value_heads", "conv_L_cache")
+    if any(map(config.get, recurrent)) or {"linear_attention", "conv"} & {*kinds}:
         raise ValueError(
-            "a model with linear attention cannot be planned for yet: the planner knows no memory that a "
+            "a model with recurrent layers cannot be planned for yet: the planner knows no memory that a "
             "sequence takes however long it is"
         )
     layers, hidden, heads = (config[n] for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
 from .config_values import check_kinds, positive_int
-from .delta_net_config import DeltaNetConfig, StateLayout, delta_net_config
 from .families import FAMILIES, architecture_of
 from .family import Family, TensorNames
 from .family_rules import Scales
@@ -18,12 +17,12 @@ from .full_heads import FullHeads, full_heads
 from .latent_config import LatentConfig, latent_config, without_share
 from .mixture_config import MixtureConfig, mixture_config
 from .quantisation import Quantisation, parse_quantisation
+from .recurrent_config import RecurrentConfig, StateLayout, cache_layer
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
 from .stored_names import as_stored
 
 MODELOPT = "hf_quant_config.json"
-SENTENCE_TRANSFORMERS = "modules.json"
-"""Its checkpoints are of the model without its head."""
+SENTENCE_TRANSFORMERS = "modules.json"  # its checkpoints are of the model without its head
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -66,7 +65,7 @@ class ModelConfig:
     quantisation: Quantisation | None = None  # of the checkpoint's weights
     side_by_side: bool = False  # see ``rope.rows_side_by_side``
     full_heads: FullHeads | None = None  # of layers without a window, where they differ
-    delta_net: DeltaNetConfig | None = None  # of layers with linear attention
+    recurrent: RecurrentConfig | None = None  # layers with a state in place of keys and values
     further_layers: int = 0  # behind the last: they predict further tokens, and are not used
 
     @property
@@ -98,17 +97,21 @@ class ModelConfig:
 
     def cache_layer(self, layer: int) -> int:
         """The layer of the KV cache that has this layer's keys and values, or its state."""
-        return layer if self.delta_net is None else self.delta_net.cache_layer(layer)
+        return layer if self.recurrent is None else cache_layer(self.recurrent, layer)
 
     @property
     def num_cache_layers(self) -> int:
-        return self.cache_layer(self.num_layers)
+        return self.cache_layer(self.num_layers - 1) + 1
+
+    def tensors_of(self, layer: int) -> TensorNames:
+        recurrent = self.recurrent is not None and self.recurrent.layers[layer]
+        return self.tensors.recurrent or self.tensors if recurrent else self.tensors
 
     @property
     def states(self) -> StateLayout | None:
-        """Places of linear layers' states in the KV cache."""
-        delta_net = self.delta_net
-        return None if delta_net is None else StateLayout(delta_net, self.num_kv_heads, self.head_dim)
+        """Places of recurrent layers' states in the KV cache."""
+        of = self.recurrent
+        return None if of is None else StateLayout(of, self.num_kv_heads, self.head_dim)
 
     @property
     def kv_planes(self) -> int:
@@ -134,10 +137,8 @@ class ModelConfig:
                 f"{path} is not a folder; give the folder of a Hugging Face checkpoint (with config.json)"
             )
         config = _read_json(path / "config.json")
-        generation = (
-            _read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
-        )
-        modelopt = _read_json(path / MODELOPT) if (path / MODELOPT).exists() else {}
+        others = (path / name for name in ("generation_config.json", MODELOPT))
+        generation, modelopt = (_read_json(file) if file.exists() else {} for file in others)
         try:
             found = parse_config(config, generation, modelopt)
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
@@ -251,9 +252,7 @@ def parse_config(
         quantisation=quantisation,
         side_by_side=interleaved and not family.interleaved_rope,
         full_heads=own,
-        delta_net=delta_net_config(config, family.delta_net, num_layers, num_kv_heads)
-        if family.delta_net
-        else None,
+        recurrent=family.recurrent(config, num_layers, num_kv_heads) if family.recurrent else None,
         further_layers=_further_layers(config, family),
     )
 

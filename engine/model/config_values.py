@@ -17,7 +17,8 @@ LARGEST = {
     "q_lora_rank": 1 << 17, "kv_lora_rank": 1 << 13, "qk_nope_head_dim": 1024, "qk_rope_head_dim": 1024,
     "v_head_dim": 1024, "linear_num_key_heads": 4096, "linear_num_value_heads": 4096,
     "linear_key_head_dim": 1024, "linear_value_head_dim": 1024, "linear_conv_kernel_dim": 64,
-    "full_attention_interval": 1024,
+    "full_attention_interval": 1024, "conv_L_cache": 64, "block_multiple_of": 1 << 22,
+    "block_ff_dim": 1 << 22,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""
@@ -25,17 +26,19 @@ MOST = 1e12
 NEVER_NULL = (
     "rms_norm_eps", "layer_norm_eps", "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
     "logits_scaling", "logit_scale", "routed_scaling_factor", "first_k_dense_replace",
-    "router_scaling_factor",
+    "router_scaling_factor", "norm_eps",
 )  # fmt: skip
 NUMBERS = (
     *NEVER_NULL, "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts", "max_window_layers",
     "num_shared_experts", "moe_num_shared_experts", "attention_multiplier",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
     "low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "alpha",
+    "block_ffn_dim_multiplier", "num_dense_layers",
 )  # fmt: skip
 FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob",
     "rope_interleave", "use_sliding_window", "is_causal", "truncate", "attention_out_bias", "use_bias",
+    "conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias", "linear_allow_neg_eigval",
 )  # fmt: skip
 LISTS = (
     "layer_types",
@@ -45,6 +48,7 @@ LISTS = (
     "short_factor",
     "long_factor",
     "layer_rope_theta",
+    "full_attn_idxs",
 )
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 KINDS: dict[str, tuple[str, type[Any]]] = {

@@ -5,9 +5,9 @@
                  or a weighted sum of several such, for each token of its own (a mixture of experts)
     logits = head(norm(h))
 
-In some families most layers have linear attention (``delta_layer.py``). The KV cache has no layers for these:
-their states lie in blocks of their own, in the bytes of the next layer. So layers are counted as the cache
-counts them, each with the linear ones before it.
+In some families most layers are recurrent (``recurrent_layer.py``). The KV cache has no layers for these:
+their states lie in blocks of their own, in the bytes of the next layer, or of the last. So layers are counted
+as the cache counts them: each with the recurrent ones before it, and the last with those behind it, too.
 
 Some families norm what a layer adds to h, in place of its input or as well (``TensorNames``). In parallel
 layers attention and MLP share norm(h). LayerNorm, which subtracts the mean, is RMSNorm of an h without mean:
@@ -26,15 +26,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.delta_net import StateInputs
 from ...kernels.interface import AttentionInputs, FusedLayers, RopeInputs
+from ...kernels.states import StateInputs
 from .adapters import StepSlots
 from .config import ModelConfig
 from .decoder_layer import DecoderLayer
-from .delta_layer import DeltaLayer
 from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, LatentChunks, latent_chunks
 from .layers import LayerLoader
 from .ranks import of_rank
+from .recurrent_layer import RecurrentLayer, run_recurrent
 from .rope import cos_sin_table, query_factors
 from .tensors import expected_tensors, ignored_tensors
 
@@ -50,7 +50,7 @@ class AttentionMetadata:
     slot_mapping    int64 [num_tokens]
     max_query_len   tokens of the longest chunk; None: the host does not know it, as in a graph
     adapters        int32 [num_tokens], see ``StepSlots``; None: no row has one
-    states          of the sequences' linear layers; None: the model has none
+    states          of the sequences' recurrent layers; None: the model has none
     """
 
     positions: Tensor
@@ -64,7 +64,7 @@ class AttentionMetadata:
 
     def of_rows(self, rows: Tensor) -> AttentionMetadata:
         """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
-        that token. Row -1 is padding: a sequence of no tokens. For the last layer, which has no state."""
+        that token. Row -1 is padding: a sequence of no tokens. For the last layer: its states are written."""
         sequences = torch.searchsorted(self.query_start_loc, rows.int(), right=True) - 1
         return AttentionMetadata(
             positions=self.positions[rows],
@@ -109,18 +109,20 @@ class DecoderModel:
         self._eps = config.residual_eps
         self._expands = self._config.latent if load.expands_latent else None
 
-        def layer(i: int) -> DecoderLayer | DeltaLayer:
-            if config.delta_net is not None and config.delta_net.layers[i]:
-                return DeltaLayer(config, i, load)
+        def layer(i: int) -> DecoderLayer | RecurrentLayer:
+            if config.recurrent is not None and config.recurrent.layers[i]:
+                return RecurrentLayer(config, i, load)
             rope = config.ropes[i]
             return DecoderLayer(config, i, load, self._tables[rope], factors.get(rope))
 
         layers = load.each(layer, config.num_layers)
         self._layers = [each for each in layers if isinstance(each, DecoderLayer)]
-        self._linear: list[list[DeltaLayer]] = [[] for _ in self._layers]  # those before each of these
-        for i, each in enumerate(layers):
-            if isinstance(each, DeltaLayer):
-                self._linear[config.cache_layer(i)].append(each)
+        self._recurrent: list[list[RecurrentLayer]] = [[]]  # those before each of these, and behind the last
+        for each in layers:
+            if isinstance(each, RecurrentLayer):
+                self._recurrent[-1].append(each)
+            else:
+                self._recurrent.append([])
         parts = [layer.parts for layer in self._layers]
         alone = any(layer.stands_alone for layer in self._layers) or len(layers) > len(self._layers)
         self._fused = (
@@ -224,7 +226,7 @@ class DecoderModel:
         is the result; None: no layer has run."""
         self._slots.now = inputs.adapters
         for index, layer in enumerate(self._layers[first:last], start=first + 1):
-            hidden = self._run_linear(index - 1, hidden, residual, inputs, pool)
+            hidden = run_recurrent(self._recurrent[index - 1], hidden, residual, pool, inputs.states)
             q: Tensor | ExpandedQueries
             if inputs.chunks is None:
                 q = layer.project(hidden, residual, pool, inputs.rope)
@@ -238,26 +240,29 @@ class DecoderModel:
     def project_last(
         self, hidden: Tensor | None, residual: Tensor, inputs: StepInputs, pool: Tensor
     ) -> Tensor:
-        """Write the last layer's keys and values, add ``hidden`` to ``residual`` and return the queries."""
+        """Write the last layer's keys and values, add ``hidden`` to ``residual`` and return the queries. With
+        recurrent layers behind it: run these, too, and return what the last of them has mixed."""
         self._slots.now = inputs.adapters
-        hidden = self._run_linear(len(self._layers) - 1, hidden, residual, inputs, pool)
-        return self._layers[-1].project(hidden, residual, pool, inputs.rope)
-
-    def _run_linear(
-        self, layer: int, hidden: Tensor | None, residual: Tensor, inputs: StepInputs, pool: Tensor
-    ) -> Tensor | None:
-        """The linear layers before this one. Arguments and result as of ``run_layers``."""
-        for linear in self._linear[layer]:
-            assert inputs.states is not None, "a model with linear layers needs the places of their states"
-            hidden = linear.run(hidden, residual, pool, inputs.states)
-        return hidden
+        *before, behind = self._recurrent
+        hidden = run_recurrent(before[-1], hidden, residual, pool, inputs.states)
+        q = self._layers[-1].project(hidden, residual, pool, inputs.rope)
+        if not behind:
+            return q
+        hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
+        hidden = run_recurrent(behind[:-1], hidden, residual, pool, inputs.states)
+        assert inputs.states is not None
+        return behind[-1].mix(hidden, residual, pool, inputs.states)
 
     def finish(self, q: Tensor, residual: Tensor, inputs: StepInputs, pool: Tensor) -> Tensor:
-        """The final hidden states [n, E] of the queries at hand, whose residual rows and inputs these are."""
+        """The final hidden states [n, E] of rows of ``project_last``, whose residual rows and inputs these
+        are."""
         if len(q) == 0:
             return residual
         self._slots.now = inputs.adapters
-        hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
+        if behind := self._recurrent[-1]:
+            hidden = behind[-1].finish(q, residual)
+        else:
+            hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 
     def _forward_fused(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..errors import ModelConfigError
 from .family_rules import Scales, Windows, full_attention, plain_scales
 from .mixture_config import MixtureNames
+from .recurrent_config import RecurrentConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class TensorNames:
     scalar: str = ""  # the whole name; the residual behind a layer is multiplied by it
     sinks: str = ""  # the whole name; see ``AttentionInputs``
     kv_scales: tuple[str, str] = ("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale")  # {0}: k or v
+    recurrent: TensorNames | None = None  # norms of recurrent layers, where they have other names
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
 
 
@@ -58,9 +60,10 @@ class Family:
     interleaved_rope  the numbers of a pair that is rotated lie side by side in the checkpoint
     windows_only_rope layers that attend to all tokens have no rope; a key as of biases
     defaults          of keys that config.json lacks
+    terms             replaces the family's own keys of config.json by those of other families
     latent            attention is latent (DeepSeek)
     output_gate       attention's output is multiplied by the sigmoid of a gate; ``q`` makes it, too
-    delta_net         names of linear layers' projections (``DeltaNetConfig``); (): there are no such layers
+    recurrent         layers with a state in place of keys and values; None: there are none
     full_heads        layers that attend to all tokens have heads of their own: ``full_heads.py``
     mixture           names of the experts' tensors; None: all MLPs are dense
     part              the key of config.json below which the text model is described; "": it is the whole
@@ -83,10 +86,11 @@ class Family:
     tensors: TensorNames = TensorNames()
     latent: bool = False
     output_gate: bool = False
-    delta_net: tuple[str, ...] = ()
+    recurrent: Callable[[dict[str, Any], int, int], RecurrentConfig | None] | None = None
     full_heads: bool = False
     mixture: MixtureNames | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    terms: Callable[[dict[str, Any]], dict[str, Any]] = dict
     part: str = ""
     texts: Mapping[str, Family] = field(default_factory=dict)
 
@@ -110,4 +114,4 @@ class Family:
         found = {**whole, **part, **({"tie_word_embeddings": bool(tied)} if part else {})}
         if found.get("rope_parameters") is None and "rope_parameters" in self.defaults:
             found["rope_parameters"] = self.defaults["rope_parameters"]
-        return found
+        return self.terms(found)

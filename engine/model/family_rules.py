@@ -74,6 +74,20 @@ def windows_by_layer(config: dict[str, Any], num_layers: int) -> Windows:
     return _windows_of(config, num_layers, [SLIDING if i >= first else FULL for i in range(num_layers)])
 
 
+def recurrent_layers(config: dict[str, Any], num_layers: int, kind: str) -> tuple[bool, ...]:
+    """Which layers are of this kind in ``layer_types``; else all but each ``full_attention_interval``-th.
+    Raises ModelConfigError where there is another kind, or no layer with attention."""
+    every = positive_int(config, "full_attention_interval", 4)
+    kinds = config.get("layer_types") or [FULL if (i + 1) % every == 0 else kind for i in range(num_layers)]
+    if len(kinds) != num_layers or not {FULL} <= set(kinds) <= {FULL, kind}:
+        raise ModelConfigError(
+            f"config.json: layer_types must name {num_layers} layers, each {kind} or {FULL}, and one or more "
+            f"{FULL}, where the states of the others are kept; found {len(kinds)} with "
+            f"{', '.join(sorted(map(str, set(kinds))))}"
+        )
+    return tuple(each == kind for each in kinds)
+
+
 def _windows_of(config: dict[str, Any], num_layers: int, kinds: list[str]) -> Windows:
     """``kinds``: of the layers, where ``layer_types`` does not name them."""
     kinds = config.get("layer_types") or kinds

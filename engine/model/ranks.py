@@ -19,6 +19,7 @@ from torch import Tensor
 from ...kernels.mixture_shape import MixtureShape
 from ..errors import ModelConfigError
 from .config import ModelConfig
+from .short_conv_config import ShortConvConfig
 
 T = TypeVar("T")
 
@@ -100,7 +101,7 @@ def of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
         latent=None if latent is None else replace(latent, num_heads=latent.num_heads // size),
         mixture=mixture,
         full_heads=None if config.full_heads is None else config.full_heads.of_rank(size),
-        delta_net=None if config.delta_net is None else config.delta_net.of_rank(size),
+        recurrent=None if config.recurrent is None else config.recurrent.of_rank(size),
     )
 
 
@@ -119,6 +120,8 @@ def check_split(config: ModelConfig, size: int, exact: bool) -> None:
         sizes["key-value heads of full attention"] = config.full_heads.num_kv_heads
     if exact:
         sizes["hidden numbers"] = config.hidden_size
+    if isinstance(config.recurrent, ShortConvConfig):
+        sizes["channels of a convolution"] = config.recurrent.shape.channels
     if config.mixture is None or not all(config.mixture.layers):
         sizes["columns of an MLP"] = config.intermediate_size
     if config.mixture is not None:
@@ -126,7 +129,7 @@ def check_split(config: ModelConfig, size: int, exact: bool) -> None:
         if config.mixture.shape.shared_size:
             sizes["columns of the shared expert"] = config.mixture.shape.shared_size
 
-    one_rank_a_head = config.full_heads is not None or config.delta_net is not None
+    one_rank_a_head = config.full_heads is not None or config.recurrent is not None
 
     def fits(count: int) -> bool:
         heads = config.num_kv_heads

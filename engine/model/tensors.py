@@ -22,7 +22,6 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not c.tie_word_embeddings:
         expected[f"{t.head}.weight"] = (c.vocab_size, c.hidden_size)
-    outer = (t.input_norm, t.attention_out_norm, t.post_norm, t.mlp_out_norm)
     mlp = [
         (t.gate, c.intermediate_size if t.up else 2 * c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.up, c.intermediate_size, c.hidden_size, c.mlp_bias),
@@ -30,10 +29,12 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     ]
     for index, layer in enumerate(map(t.layer.format, range(c.num_layers))):
         projections, norms = _attention(c, index)
-        if c.delta_net is not None and c.delta_net.layers[index]:
+        if c.recurrent is not None and c.recurrent.layers[index]:
             projections.clear()
             norms.clear()
-            expected |= c.delta_net.expected_tensors(layer, c.hidden_size)
+            expected |= c.recurrent.expected_tensors(layer, c.hidden_size)
+        own = c.tensors_of(index)
+        outer = (own.input_norm, own.attention_out_norm, own.post_norm, own.mlp_out_norm)
         norms += [(name, (c.hidden_size,)) for name in outer if name]
         if c.latent is not None:
             expected |= c.latent.expected_tensors(layer)
@@ -47,10 +48,10 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             expected[f"{layer}.{t.sinks}"] = (c.num_heads,)
         if t.scalar:
             expected[f"{layer}.{t.scalar}"] = (1,)
-        own = [projection for projection in projections if projection[0]]
+        present = [projection for projection in projections if projection[0]]
         expected |= {f"{layer}.{name}.weight": shape for name, shape in norms}
-        expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in own}
-        expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in own if bias}
+        expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in present}
+        expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in present if bias}
     return expected
 
 

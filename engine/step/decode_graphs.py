@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.delta_net import PADDING, StateInputs
+from ...kernels.state_shape import PADDING
+from ...kernels.states import StateInputs
 from ..device import send
 from ..errors import OutOfMemoryError, is_out_of_memory
 from ..model.decoder import AttentionMetadata

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.delta_net import StateInputs
+from ...kernels.states import StateInputs
 from ..errors import DeviceLostError
 from ..model.decoder import AttentionMetadata
 from .batch import Batch

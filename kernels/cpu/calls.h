@@ -215,6 +215,18 @@ void call(const DeltaNetArgs& g) {
   else pool->run(count, num_tokens > g.num_seqs ? 1 : std::max<int64_t>(1, side_by_side), run);
 }
 
+double work_of(const ShortConvArgs& g) {
+  const int64_t num_tokens = g.query_start_loc[g.num_seqs] - g.query_start_loc[0];
+  return double(num_tokens * g.channels) * double(g.conv_size + 3);
+}
+void call(const ShortConvArgs& g) {
+  const Kernels* kernels = with_vectors_for(g.channels / g.num_kv_heads);
+  const auto run = [&](int64_t first, int64_t last) { kernels->short_conv(g, first, last); };
+  const int64_t count = g.num_seqs * g.num_kv_heads;
+  if (work_of(g) < kShortCall) run(0, count);
+  else pool->run(count, std::max<int64_t>(1, count / (8 * pool->size())), run);
+}
+
 constexpr int64_t kQueryRows = 192;  // rows (query tokens x heads of a group) that share a tile of keys
 
 struct AttentionItems {  // what a step's attention is cut into, the same in every layer

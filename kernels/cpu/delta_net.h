@@ -14,7 +14,6 @@ constexpr int SLICE = VECTOR_BYTES == 64 ? 2 : 4;  // vectors of columns: a slic
 constexpr int WIDE = VECTOR_BYTES == 64 ? 8 : 4;   // the same for one token: what the register file holds
 constexpr int64_t ROWS_AT_ONCE = 16;               // of S, for one token: they stay in L1 while slices of columns go by
 constexpr float L2_EPS = 1e-6f;
-constexpr int32_t NO_STATE = -1, PADDING = -2;
 
 // Of two products that are added, compilers would make either one part of a multiply-add; this one is rounded.
 static inline __attribute__((always_inline)) vf rounded_product(vf x, vf y) {
@@ -130,29 +129,6 @@ static inline __attribute__((always_inline)) void update_and_sum_rows(SliceRows 
   for (int j = 0; j < N; ++j) store(kv + j * W, of_k[j]), store(sq + j * W, of_q[j]);
 }
 
-struct StateRuns {  // where one copy of a layer's state lies, of one key-value head: in its keys and values of some blocks
-  char* base = nullptr;  // null: there is none, and it reads as zeros
-  const int32_t* table = nullptr;
-  int64_t run = 0, planes = 0, plane_step = 0, block_step = 0;  // run: in floats; steps in bytes
-
-  // f(place, done, count) over the pieces that [first, first + count) lies in.
-  template <class F>
-  void pieces(int64_t first, int64_t count, F&& f) const {
-    for (int64_t done = 0; done < count;) {
-      const int64_t i = (first + done) / run, within = (first + done) % run, piece = smaller(count - done, run - within);
-      f(reinterpret_cast<float*>(base + table[i / planes] * block_step + i % planes * plane_step) + within, done, piece);
-      done += piece;
-    }
-  }
-  void read(int64_t first, int64_t count, float* to) const {
-    if (!base) return void(std::memset(to, 0, size_t(count) * sizeof(float)));
-    pieces(first, count, [&](const float* place, int64_t done, int64_t piece) { std::memcpy(to + done, place, size_t(piece) * sizeof(float)); });
-  }
-  void write(int64_t first, int64_t count, const float* from) const {
-    pieces(first, count, [&](float* place, int64_t done, int64_t piece) { std::memcpy(place, from + done, size_t(piece) * sizeof(float)); });
-  }
-};
-
 template <class T>
 static inline vf rounded_to(vf x) {
   T row[W];
@@ -195,8 +171,8 @@ struct DeltaNetHead {
   DeltaNetHead(const DeltaNetArgs& g, int64_t seq, int64_t head)
       : g(g), seq(seq), head(head), keys(g.key_dim), values(g.value_dim), past(g.conv_size - 1),
         key_head(head / (g.num_value_heads / g.num_key_heads)), kv_head(head / (g.num_value_heads / g.num_kv_heads)),
-        value_in_kv(head % (g.num_value_heads / g.num_kv_heads)), state_at(value_in_kv * keys * values),
-        kept_at(g.num_value_heads / g.num_kv_heads * keys * values),
+        value_in_kv(head % (g.num_value_heads / g.num_kv_heads)), state_at(g.offset + value_in_kv * keys * values),
+        kept_at(g.offset + g.num_value_heads / g.num_kv_heads * keys * values),
         kept_row((2 * g.num_key_heads * keys + g.num_value_heads * values) / g.num_kv_heads),
         keeps_key(head % (g.num_value_heads / g.num_key_heads) == 0) {
     const int64_t kv_keys = g.num_key_heads / g.num_kv_heads, key_in_kv = key_head % kv_keys;
@@ -219,17 +195,7 @@ struct DeltaNetHead {
     target = reinterpret_cast<float**>(of_target);
   }
 
-  StateRuns copy(int64_t which) const {
-    StateRuns runs;
-    const int64_t bytes = g.run_floats * 4, plane = g.plane_heads * bytes;
-    runs.base = static_cast<char*>(g.pool) + (g.layer * g.planes * g.plane_heads + kv_head * g.head_step) * bytes;
-    runs.table = g.tables + (seq * 3 + which) * g.table_stride + g.first;
-    runs.run = g.run_floats;
-    runs.planes = g.planes;
-    runs.plane_step = plane;
-    runs.block_step = g.num_layers * g.planes * plane;
-    return runs;
-  }
+  StateRuns copy(int64_t which) const { return copy_of_state(g, seq, kv_head, which, values); }
 
   void begin(const StateRuns& from) {
     if (padded_keys != keys) std::memset(seen, 0, size_t((past + TOKEN_TILE) * row) * sizeof(float));
@@ -252,7 +218,7 @@ struct DeltaNetHead {
       for (const Channels& part : parts) widen_row(x + part.there, at + part.here, part.count);
       const float b = widen(x[channels + g.num_value_heads * values + head]);
       const float a = widen(x[channels + g.num_value_heads * (values + 1) + head]) + g.dt[head];
-      beta[t] = 1.0f / (1.0f + expf(-b));
+      beta[t] = g.beta_scale / (1.0f + expf(-b));
       decay[t] = expf(-g.decay[head] * (a > 20.0f ? a : log1pf(expf(a))));
     }
     for (int64_t t = 0; t < count; ++t) {

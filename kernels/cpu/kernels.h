@@ -153,23 +153,35 @@ struct RouteArgs {           // a mixture's experts of each row, ascending, and 
   Dtype dtype;               // of logits
 };
 
-struct DeltaNetArgs {        // see delta_net.h and ../delta_net.py
-  const void* projected;     // [num_tokens, q, k, v of all heads, z, b, a]
+struct StateArgs {           // the states of a step's sequences, of one layer; see states.h and ../states.py
   void* pool;                // from its first head on, see AttentionArgs; here its bytes are float32
+  const int32_t* query_start_loc;  // [num_seqs + 1]
+  const int32_t* tables;     // [num_seqs, 3, table_stride]
+  const int32_t* source;     // [num_seqs]
+  const int32_t* marks;      // [num_seqs]
+  int64_t num_seqs, table_stride, offset;  // offset: of this layer's state in a head's part, in floats
+  int64_t num_layers, layer, planes, num_kv_heads, plane_heads, head_step, run_floats;  // run: a head's keys or values in a block
+};
+
+struct DeltaNetArgs : StateArgs {  // see delta_net.h and ../delta_net.py
+  const void* projected;     // [num_tokens, q, k, v of all heads, z, b, a]
   void* out;                 // [num_tokens, num_value_heads, value_dim]
   const void* conv;          // [channels, conv_size]
   const float* decay;        // [num_value_heads]
   const float* dt;           // [num_value_heads]
   const void* norm;          // [value_dim]
-  const int32_t* query_start_loc;  // [num_seqs + 1]
-  const int32_t* tables;     // [num_seqs, 3, table_stride]
-  const int32_t* source;     // [num_seqs]
-  const int32_t* marks;      // [num_seqs]
-  int64_t num_seqs, table_stride, first;  // first: of this layer's blocks in a table
-  int64_t num_layers, layer, planes, num_kv_heads, plane_heads, head_step, run_floats;  // run: a head's keys or values in a block
   int64_t num_key_heads, num_value_heads, key_dim, value_dim, conv_size;  // value_dim: a multiple of the vector width
-  float eps;
+  float eps, beta_scale;
   Dtype dtype, conv_dtype, norm_dtype;
+};
+
+struct ShortConvArgs : StateArgs {  // see short_conv.h and ../short_conv.py
+  const void* projected;     // [num_tokens, b, c, x]
+  void* out;                 // [num_tokens, channels]
+  const float* conv;         // [conv_size, channels]
+  const float* bias;         // [channels] or null
+  int64_t channels, conv_size;  // channels of a key-value head: a multiple of the vector width
+  Dtype dtype;
 };
 
 using GateMul = void(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first_row, int64_t last_row);
@@ -194,6 +206,7 @@ struct Kernels {
   void (*add_weighted)(const void* y, float weight, float* sum, int64_t n, Dtype dtype);
   void (*narrow_all)(const float* sum, void* y, int64_t n, Dtype dtype);
   void (*delta_net)(const DeltaNetArgs&, int64_t first_item, int64_t last_item);  // items: [num_seqs, num_value_heads]
+  void (*short_conv)(const ShortConvArgs&, int64_t first_item, int64_t last_item);  // items: [num_seqs, num_kv_heads]
 };
 
 extern const Kernels kGenericKernels;

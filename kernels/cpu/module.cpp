@@ -189,18 +189,34 @@ PyObject* mixture(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+void state_arguments(Arguments& a, StateArgs& g) {
+  g.pool = a.address<void>();
+  g.query_start_loc = a.address<const int32_t>(); g.tables = a.address<const int32_t>(); g.source = a.address<const int32_t>();
+  g.marks = a.address<const int32_t>();
+  g.num_seqs = a.integer(); g.table_stride = a.integer(); g.offset = a.integer();
+  g.num_layers = a.integer(); g.layer = a.integer(); g.planes = a.integer(); g.num_kv_heads = a.integer(); g.plane_heads = a.integer();
+  g.head_step = a.integer(); g.run_floats = a.integer();
+}
+
 PyObject* delta_net(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments a{values, count};
   DeltaNetArgs g;
-  g.projected = a.input(); g.pool = a.address<void>(); g.out = a.address<void>();
+  g.projected = a.input(); g.out = a.address<void>();
   g.conv = a.input(); g.decay = a.address<const float>(); g.dt = a.address<const float>(); g.norm = a.input();
-  g.query_start_loc = a.address<const int32_t>(); g.tables = a.address<const int32_t>(); g.source = a.address<const int32_t>();
-  g.marks = a.address<const int32_t>();
-  g.num_seqs = a.integer(); g.table_stride = a.integer(); g.first = a.integer();
-  g.num_layers = a.integer(); g.layer = a.integer(); g.planes = a.integer(); g.num_kv_heads = a.integer(); g.plane_heads = a.integer();
-  g.head_step = a.integer(); g.run_floats = a.integer();
   g.num_key_heads = a.integer(); g.num_value_heads = a.integer(); g.key_dim = a.integer(); g.value_dim = a.integer(); g.conv_size = a.integer();
-  g.eps = float(a.real()); g.dtype = a.dtype(); g.conv_dtype = a.dtype(); g.norm_dtype = a.dtype();
+  g.eps = float(a.real()); g.beta_scale = float(a.real()); g.dtype = a.dtype(); g.conv_dtype = a.dtype(); g.norm_dtype = a.dtype();
+  state_arguments(a, g);
+  if (!a.complete()) return nullptr;
+  run(work_of(g), [&] { call(g); });
+  Py_RETURN_NONE;
+}
+
+PyObject* short_conv(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments a{values, count};
+  ShortConvArgs g;
+  g.projected = a.input(); g.out = a.address<void>(); g.conv = a.address<const float>(); g.bias = a.address<const float>();
+  g.channels = a.integer(); g.conv_size = a.integer(); g.dtype = a.dtype();
+  state_arguments(a, g);
   if (!a.complete()) return nullptr;
   run(work_of(g), [&] { call(g); });
   Py_RETURN_NONE;
@@ -292,6 +308,8 @@ PyObject* ask_from_rows(PyObject*, PyObject* rows) {
 }
 
 PyMethodDef methods[] = {
+#define STATES ", pool, query_start_loc, tables, source, marks, num_seqs, table_stride, offset, num_layers, layer, planes, num_kv_heads, " \
+               "plane_heads, head_step, run_floats"
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
     FAST(pack_linear, "parts, packed, n, k, dtype, coded, threads -> whether it could be coded"),
     FAST(packed_bytes, "n, k, dtype, coded"),
@@ -305,14 +323,15 @@ PyMethodDef methods[] = {
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
     FAST(gate_mul, "gate_up, y, rows, n, activation, dtype"),
     FAST(mixture, "weights, x, y, rows, dtype"),
-    FAST(delta_net, "projected, pool, out, conv, decay, dt, norm, query_start_loc, tables, source, marks, num_seqs, table_stride, first, "
-                    "num_layers, layer, planes, num_kv_heads, plane_heads, head_step, run_floats, num_key_heads, num_value_heads, key_dim, "
-                    "value_dim, conv_size, eps, dtype, conv_dtype, norm_dtype"),
+    FAST(delta_net, "projected, out, conv, decay, dt, norm, num_key_heads, num_value_heads, key_dim, value_dim, conv_size, eps, beta_scale, "
+                    "dtype, conv_dtype, norm_dtype" STATES),
+    FAST(short_conv, "projected, out, conv, bias or 0, channels, conv_size, dtype" STATES),
     FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, positions, slots, "
                          "query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, block_size, num_heads, num_kv_heads, "
                          "head_dim, scale, softcap, eps, qk_eps, dtype, cache, kv_scales or 0, slots of tokens or 0, number of slots"),
     FAST(gumbel_argmax, "logits, keys, chosen, rows, vocab_size"),
 #undef FAST
+#undef STATES
     {"set_num_threads", set_num_threads, METH_O, "threads that share one call of the calling thread"},
     {"use_thread_pool", use_thread_pool, METH_O, "number; the helpers of the calling thread"},
     {"instruction_sets", instruction_sets, METH_NOARGS, "names, best first"},

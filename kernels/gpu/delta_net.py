@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..delta_net import L2_EPS, NO_STATE, PADDING, DeltaNetShape, DeltaNetWeights, StateInputs, StatePlace
+from ..delta_net import L2_EPS, DeltaNetShape, DeltaNetWeights
+from ..state_shape import StatePlace
+from ..states import StateInputs, check_states
+from .states import IS_NEW, IS_PADDING, SEQS, first_of_run, sequence_of
 
 COLUMNS = 16  # of a state in one program, which is one warp: sums over rows need no barrier
-SEQS = 64  # whose ends are looked at together
 
-_NO_STATE, _PADDING, _L2_EPS = tl.constexpr(NO_STATE), tl.constexpr(PADDING), tl.constexpr(L2_EPS)
+_L2_EPS = tl.constexpr(L2_EPS)
 
 
 def delta_net(
@@ -36,12 +38,11 @@ def delta_net(
     num_tokens, (num_seqs, _, table) = len(projected), inputs.tables.shape
     states = pool.view(torch.float32)[:, place.layer]  # [num_blocks, planes, num_kv_heads, block_size, row]
     block_size, row = states.shape[3:]
-    for tensor in (projected, inputs.tables, inputs.query_start_loc, weights.conv, weights.norm):
+    for tensor in (projected, weights.conv, weights.norm):
         assert tensor.is_contiguous()
     assert states.stride()[3:] == (row, 1)
     assert projected.shape[1] == shape.width
-    assert block_size * row % shape.value_dim == 0  # see num_state_blocks
-    assert place.first + place.count <= table
+    check_states(pool, place, shape, inputs)
     heads, device = shape.num_value_heads, projected.device
     mixed = torch.empty((num_tokens, shape.channels), dtype=torch.float32, device=device)
     gates = torch.empty((num_tokens, heads, 2), dtype=torch.float32, device=device)
@@ -53,14 +54,14 @@ def delta_net(
         "NUM_VALUES": heads,
     }  # fmt: skip
     layout = {
-        "NUM_KV": states.shape[2], "TABLE": table, "FIRST": place.first, "PLANES": states.shape[1],
-        "RUN": block_size * row, "num_warps": 1,
+        "NUM_KV": states.shape[2], "TABLE": table, "OFFSET": place.offset, "PLANES": states.shape[1],
+        "RUN": block_size * row // shape.value_dim * shape.value_dim, "num_warps": 1,
     }  # fmt: skip
     dims = triton.next_power_of_2(shape.value_dim)
     _mix_kernel[(num_tokens, 2 * shape.num_key_heads + heads)](
         projected, states, weights.conv, weights.decay, weights.dt, mixed, gates, *of_state, num_seqs,
-        TAPS=shape.conv_size, DIMS=max(dims, triton.next_power_of_2(shape.key_dim)), SEQS=SEQS, **sizes,
-        **layout,
+        weights.beta_scale, TAPS=shape.conv_size, DIMS=max(dims, triton.next_power_of_2(shape.key_dim)),
+        SEQS=SEQS, **sizes, **layout,
     )  # fmt: skip
     columns = min(COLUMNS, dims)
     _step_kernel[(num_seqs, heads, triton.cdiv(shape.value_dim, columns))](
@@ -74,34 +75,13 @@ def delta_net(
     return out
 
 
-@triton.jit
-def _sequence_of(token, query_start_loc, source, num_seqs, SEQS: tl.constexpr):
-    """The token's sequence; -1 where it is padding."""
-    before = 0
-    for first in range(0, num_seqs, SEQS):
-        seqs = first + tl.arange(0, SEQS)
-        ends = tl.load(query_start_loc + 1 + seqs, mask=seqs < num_seqs, other=2147483647)
-        before += tl.sum((ends <= token).to(tl.int32), 0)
-    which = tl.load(source + before, mask=before < num_seqs, other=_PADDING)
-    return tl.where(which == _PADDING, -1, before)
-
-
-@triton.jit
-def _place(
-    states, tables, seq, copy, kv, run, mask, stride_block, stride_plane, stride_head, TABLE: tl.constexpr,
-    FIRST: tl.constexpr, PLANES: tl.constexpr,
-):  # fmt: skip
-    """Pointers to the first numbers of some runs of a copy of a key-value head's state."""
-    blocks = tl.load(tables + (seq * 3 + copy) * TABLE + FIRST + run // PLANES, mask=mask, other=0)
-    return states + blocks.to(tl.int64) * stride_block + (run % PLANES) * stride_plane + kv * stride_head
-
-
 @triton.jit(do_not_specialize=["num_seqs"])
 def _mix_kernel(
     projected, states, conv, decay, dt, mixed, gates, query_start_loc, tables, source, marks, stride_block,
-    stride_plane, stride_head, num_seqs, KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_KEYS: tl.constexpr,
-    NUM_VALUES: tl.constexpr, NUM_KV: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr,
-    PLANES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, DIMS: tl.constexpr, SEQS: tl.constexpr,
+    stride_plane, stride_head, num_seqs, beta_scale, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr, NUM_KV: tl.constexpr, TABLE: tl.constexpr,
+    OFFSET: tl.constexpr, PLANES: tl.constexpr, RUN: tl.constexpr, TAPS: tl.constexpr, DIMS: tl.constexpr,
+    SEQS: tl.constexpr,
 ):  # fmt: skip
     """One head of q, k or v of a token. A sequence's last token writes the inputs that are kept."""
     KEYS_OF_KV: tl.constexpr = NUM_KEYS // NUM_KV
@@ -110,7 +90,7 @@ def _mix_kernel(
     WIDTH: tl.constexpr = CHANNELS + NUM_VALUES * (VALUES + 2)
     token = tl.program_id(0)
     head = tl.program_id(1)
-    seq = _sequence_of(token, query_start_loc, source, num_seqs, SEQS)
+    seq = sequence_of(token, query_start_loc, source, num_seqs, SEQS)
     if seq >= 0:
         which = tl.load(source + seq)
         start = tl.load(query_start_loc + seq)
@@ -125,7 +105,7 @@ def _mix_kernel(
         lane = tl.arange(0, DIMS)
         real = lane < tl.where(is_key, KEYS, VALUES)
         there = tl.where(is_key, head * KEYS, 2 * NUM_KEYS * KEYS + value * VALUES) + lane
-        kept = VALUES_OF_KV * KEYS * VALUES + tl.where(is_key, kept_key, kept_value) + lane
+        kept = OFFSET + VALUES_OF_KV * KEYS * VALUES + tl.where(is_key, kept_key, kept_value) + lane
         total = tl.zeros([DIMS], tl.float32)
         for j in tl.static_range(TAPS):
             at = token - (TAPS - 1) + j
@@ -134,19 +114,19 @@ def _mix_kernel(
             )
             if j < TAPS - 1:
                 before = kept + (at - start + TAPS - 1) * (CHANNELS // NUM_KV)
-                is_before = real & (at < start) & (which != _NO_STATE)
-                run = _place(
+                is_before = real & (at < start) & (which != IS_NEW)
+                run = first_of_run(
                     states, tables, seq, tl.maximum(which, 0), kv, before // RUN, is_before, stride_block,
-                    stride_plane, stride_head, TABLE, FIRST, PLANES,
+                    stride_plane, stride_head, TABLE, PLANES,
                 )  # fmt: skip
                 x += tl.load(run + before % RUN, mask=is_before, other=0.0)
             if j > 0:
                 after = kept + (j - 1) * (CHANNELS // NUM_KV)
                 for copy in tl.static_range(2):
                     writes = real & (is_marked if copy else is_last)
-                    run = _place(
+                    run = first_of_run(
                         states, tables, seq, 2 if copy else tl.where(which == 0, 1, 0), kv, after // RUN,
-                        writes, stride_block, stride_plane, stride_head, TABLE, FIRST, PLANES,
+                        writes, stride_block, stride_plane, stride_head, TABLE, PLANES,
                     )  # fmt: skip
                     tl.store(run + after % RUN, x, mask=writes)
             total += x * tl.load(conv + there * TAPS + j, mask=real, other=0.0).to(tl.float32)
@@ -160,7 +140,7 @@ def _mix_kernel(
             a = tl.load(at_gates + NUM_VALUES).to(tl.float32) + tl.load(dt + value)
             to = gates + (token.to(tl.int64) * NUM_VALUES + value) * 2
             tl.store(to, tl.exp(-tl.load(decay + value) * _softplus(a)))
-            tl.store(to + 1, tl.sigmoid(b))
+            tl.store(to + 1, beta_scale * tl.sigmoid(b))
 
 
 @triton.jit
@@ -190,7 +170,7 @@ def _token(
 def _step_kernel(
     states, mixed, gates, out, query_start_loc, tables, source, marks, stride_block, stride_plane,
     stride_head, KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_KEYS: tl.constexpr, NUM_VALUES: tl.constexpr,
-    NUM_KV: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr, PLANES: tl.constexpr, RUN: tl.constexpr,
+    NUM_KV: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr, RUN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state, for all tokens of a sequence, one after the other."""
@@ -199,7 +179,7 @@ def _step_kernel(
     seq = tl.program_id(0)
     head = tl.program_id(1)
     which = tl.load(source + seq)
-    if which != _PADDING:
+    if which != IS_PADDING:
         start = tl.load(query_start_loc + seq)
         end = tl.load(query_start_loc + seq + 1)
         marked = start + tl.load(marks + seq)
@@ -208,17 +188,17 @@ def _step_kernel(
         rows = tl.arange(0, ROWS)
         columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         real = (rows < KEYS)[:, None] & (columns < VALUES)[None, :]
-        in_runs = (head % VALUES_OF_KV * KEYS + rows) * VALUES
+        in_runs = OFFSET + (head % VALUES_OF_KV * KEYS + rows) * VALUES
         run = in_runs // RUN
         within = (in_runs % RUN)[:, None] + columns[None, :]
-        before = _place(
+        before = first_of_run(
             states, tables, seq, tl.maximum(which, 0), kv, run, (rows < KEYS) & (which >= 0), stride_block,
-            stride_plane, stride_head, TABLE, FIRST, PLANES,
+            stride_plane, stride_head, TABLE, PLANES,
         )  # fmt: skip
         state = tl.load(before[:, None] + within, mask=real & (which >= 0), other=0.0)
-        snapshot = _place(
+        snapshot = first_of_run(
             states, tables, seq, 2, kv, run, (rows < KEYS) & (marked > start), stride_block, stride_plane,
-            stride_head, TABLE, FIRST, PLANES,
+            stride_head, TABLE, PLANES,
         )  # fmt: skip
         first = start.to(tl.int64)
         mixed += first * CHANNELS
@@ -244,9 +224,9 @@ def _step_kernel(
             if t + 1 == marked:
                 tl.store(snapshot[:, None] + within, state, mask=real)
             q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
-        after = _place(
+        after = first_of_run(
             states, tables, seq, tl.where(which == 0, 1, 0), kv, run, rows < KEYS, stride_block,
-            stride_plane, stride_head, TABLE, FIRST, PLANES,
+            stride_plane, stride_head, TABLE, PLANES,
         )  # fmt: skip
         tl.store(after[:, None] + within, state, mask=real)
 
@@ -261,7 +241,7 @@ def _norm_kernel(
     WIDTH: tl.constexpr = CHANNELS + NUM_VALUES * (VALUES + 2)
     token = tl.program_id(0)
     head = tl.program_id(1)
-    if _sequence_of(token, query_start_loc, source, num_seqs, SEQS) >= 0:
+    if sequence_of(token, query_start_loc, source, num_seqs, SEQS) >= 0:
         lane = tl.arange(0, DIMS)
         real = lane < VALUES
         at = (token.to(tl.int64) * NUM_VALUES + head) * VALUES + lane

@@ -32,7 +32,7 @@ from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine import loaded_model
 from splitserve.engine.cache.device_blocks import DeviceBlocks
 from splitserve.engine.engine_config import WARM_UP_TOKENS
-from splitserve.engine.model import decoder_layer
+from splitserve.engine.model import layer_mlp
 from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.gpu import fp8_linear, fp8_rows
@@ -219,7 +219,7 @@ def test_inputs_of_float8_products_are_rounded_where_they_are_made(
     monkeypatch.setattr(fp8_linear, "fp8_rows", counted)
     tokens = []
     for linear in (RoundingLinear, ModelRunner):  # no linear is a ModelRunner
-        monkeypatch.setattr(decoder_layer, "RoundingLinear", linear)
+        monkeypatch.setattr(layer_mlp, "RoundingLinear", linear)
         counts.append(0)
         with monkeypatch.context() as patch, on_played_gpu(patch, scheme="fp8") as gpu:
             runner = load(tmp_path, "bfloat16").runner

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.delta_nets import Part, assert_same_bits_in_chunks, assert_same_step, case_of, parts, shape_of
+from support.state_kernels import Part, assert_same_bits_in_chunks, assert_same_step, case_of, parts, shape_of
 
 from splitserve.bench.kernels import triton_interpreter
-from splitserve.kernels.delta_net import NO_STATE, delta_net
+from splitserve.kernels.delta_net import delta_net
 from splitserve.kernels.gpu.delta_net import delta_net as gpu_delta_net
+from splitserve.kernels.state_shape import NO_STATE
 
 triton_interpreter.install()
 pytestmark = [

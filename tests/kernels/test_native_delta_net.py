@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.delta_nets import Part, assert_same_bits_in_chunks, assert_same_step, case_of, parts, shape_of
 from support.native_kernels import DTYPES, REFERENCE, several
+from support.state_kernels import Part, assert_same_bits_in_chunks, assert_same_step, case_of, parts, shape_of
 
-from splitserve.kernels.delta_net import NO_STATE
+from splitserve.kernels.state_shape import NO_STATE
 
 native_cpu = pytest.importorskip(
     "splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError

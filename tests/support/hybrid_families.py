@@ -1,10 +1,16 @@
-"""The small checkpoints of models in which most layers have linear attention."""
+"""The small checkpoints of models in which most layers are recurrent."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -46,7 +52,38 @@ IN_PARTS = {
         "mrope_interleaved": True,
     },
 }
+SHORT_CONV: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "layer_types": ["conv", "conv", FULL, "conv", FULL, "conv", "conv", "conv"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+    "conv_L_cache": 3,
+    "conv_bias": True,
+}
 HYBRID: Families = {
+    "lfm2": (Lfm2ForCausalLM, Lfm2Config, {**SHORT_CONV, "block_multiple_of": 16}),
+    "lfm2_moe": (
+        Lfm2MoeForCausalLM,
+        Lfm2MoeConfig,
+        {
+            **SHORT_CONV,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "num_dense_layers": 2,
+            "conv_bias": False,
+        },
+    ),
+    "olmo_hybrid": (
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig,
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [LINEAR, FULL, LINEAR, FULL, LINEAR],
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 48,
+            "rope_parameters": {"rope_theta": None},  # as published: there is none
+        },
+    ),
     "qwen3_next": (
         Qwen3NextForCausalLM,
         Qwen3NextConfig,

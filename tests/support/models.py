@@ -36,6 +36,8 @@ def make_checkpoint(
         _transpose_experts(path / "model.safetensors")
     if family == "qwen3_5_moe_images":
         _stack_experts(path / "model.safetensors")
+    if family == "olmo_hybrid":
+        _name_norms_and_cut_convolutions(path / "model.safetensors")
     write_byte_tokenizer(path)
     return model
 
@@ -74,6 +76,24 @@ def _stack_experts(file: Path) -> None:
             for of in ("gate", "up", "down")
         )
         tensors |= {f"{layer}gate_up_proj": torch.cat((gate, up), dim=1), f"{layer}down_proj": down}
+    save_file(tensors, file)
+
+
+def _name_norms_and_cut_convolutions(file: Path) -> None:
+    """Name tensors as published: transformers saves norms by other names, and thirds of the convolution in
+    place of q's, k's and v's channels."""
+    right = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    tensors = load_file(file)
+    assert all(any(wrong in name for name in tensors) for wrong in right)
+    for wrong, name in right.items():
+        tensors = {of.replace(f".{wrong}.", f".{name}."): tensor for of, tensor in tensors.items()}
+    for name in list(tensors):
+        layer, _, of = name.rpartition(".linear_attn.q_proj")
+        if of and layer:
+            names = [f"{layer}.linear_attn.{of}_conv1d.weight" for of in "qkv"]
+            sizes = [len(tensors[f"{layer}.linear_attn.{of}_proj.weight"]) for of in "qkv"]
+            parts = torch.cat([tensors[of] for of in names]).split(sizes)
+            tensors |= {of: part.contiguous() for of, part in zip(names, parts, strict=True)}
     save_file(tensors, file)
 
 
@@ -128,5 +148,5 @@ def _make_decisive(model: PreTrainedModel, seed: int) -> None:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) / tied)
             else:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 1.5 * tensor.shape[1] ** -0.5)
-            if name.endswith("model.norm.weight"):
+            if name.endswith(("model.norm.weight", "embedding_norm.weight")):
                 tensor.mul_(tied)

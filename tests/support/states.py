@@ -1,4 +1,4 @@
-"""Sequences of models with linear attention, driven by hand: their states' blocks are chosen by the test."""
+"""Sequences of models with recurrent layers, driven by hand: their states' blocks are chosen by the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from splitserve.engine.step.metadata import attention_metadata, metadata_arrays
 from splitserve.engine.step.model_runner import ModelRunner
-from splitserve.kernels.delta_net import NO_STATE, StateInputs
+from splitserve.kernels.state_shape import NO_STATE
+from splitserve.kernels.states import StateInputs
 
 from .batches import HandSequence, make_batch
 from .engines import engine_config

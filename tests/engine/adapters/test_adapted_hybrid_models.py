@@ -1,4 +1,4 @@
-"""Adapters of models with linear attention: of its projections, too."""
+"""Adapters of models with recurrent layers: of their projections, too."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ ATTENTION = r"(?!.*visual).*\.(self_attn\.(q|k|v|o)_proj|linear_attn\.(in_proj_(
 LAYERS = {
     "qwen3_next": rf"{ATTENTION})",  # peft would change experts
     "qwen3_5_images": rf"{ATTENTION}|mlp\.(gate|up|down)_proj)",
+    "lfm2": r".*\.(self_attn\.(q|k|v|out)_proj|conv\.(in|out)_proj|feed_forward\.w[123])",
 }
 NUM_TOKENS = 10
 

@@ -106,8 +106,8 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, **L
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM"),
         ({"architectures": None}, "none is not supported"),
         (
-            {"architectures": ["OlmoHybridForCausalLM"], "linear_num_value_heads": 32},
-            "layers of linear attention are not built; nearest is OlmoeForCausalLM",
+            {"architectures": ["KimiLinearForCausalLM"], "linear_num_value_heads": 32},
+            "layers of linear attention are not built; nearest is",
         ),
         ({"quantization_config": {"bits": 4}}, "quantised weights: quant_method None"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),

@@ -1,4 +1,4 @@
-"""Checkpoints of models with linear attention: as published, quantised, and those that are refused."""
+"""Checkpoints of models with recurrent layers: as published, quantised, and those that are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import SMALL
-from support.hybrid_families import DELTA_NET
+from support.hybrid_families import DELTA_NET, FULL, SHORT_CONV
 from support.models import make_checkpoint
 from support.quantised_checkpoints import LEFT_OUT, SIDES, by_block, rewrite
 from support.states import BLOCK_SIZE, make_runner, random_tokens, reference_logits, whole_logits
@@ -22,8 +22,8 @@ from splitserve.engine.model.config import ModelConfig, parse_config
 from splitserve.engine.model.model_folder import check_model_folder
 from splitserve.engine.model.ranks import Rank, check_split, of_rank
 from splitserve.engine.model.tensors import expected_tensors
-from splitserve.kernels.delta_net_shape import StatePlace
 from splitserve.kernels.quantised import Scheme, quantise
+from splitserve.kernels.state_shape import StatePlace
 
 PROMPT = random_tokens(45, seed=3)
 
@@ -114,9 +114,9 @@ del MIXTURE["intermediate_size"]
 @pytest.mark.parametrize(
     ("architecture", "values", "billions", "blocks", "place"),
     [
-        ("Qwen3NextForCausalLM", NEXT, 79.67, 201, StatePlace(1, 67, 67)),
-        ("Qwen3_5ForConditionalGeneration", {"text_config": DENSE}, 26.90, 150, StatePlace(1, 50, 50)),
-        ("Qwen3_5MoeForConditionalGeneration", {"text_config": MIXTURE}, 34.66, 201, StatePlace(1, 67, 67)),
+        ("Qwen3NextForCausalLM", NEXT, 79.67, 201, StatePlace(1, 274432)),
+        ("Qwen3_5ForConditionalGeneration", {"text_config": DENSE}, 26.90, 150, StatePlace(1, 204288)),
+        ("Qwen3_5MoeForConditionalGeneration", {"text_config": MIXTURE}, 34.66, 201, StatePlace(1, 274432)),
     ],
 )
 def test_sizes_of_published_models(
@@ -130,7 +130,44 @@ def test_sizes_of_published_models(
     )  # fmt: skip
     assert config.states is not None
     assert config.states.num_blocks(16, 2) == blocks
-    assert config.states.place(5, 16, 2) == place
+    assert config.states.place(5) == place
+
+
+LFM2 = {
+    "num_hidden_layers": 16, "hidden_size": 2048, "block_ff_dim": 12288, "norm_eps": 1e-5,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+    "vocab_size": 65536,
+    "conv_L_cache": 3, "conv_bias": False, "rope_theta": 1e6, "max_position_embeddings": 128000,
+}  # fmt: skip
+LFM2_MIXTURE = {
+    "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792,
+    "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "use_expert_bias": True, "rope_theta": 1e6,
+    "layer_types": [FULL if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+}  # fmt: skip
+OLMO = {"num_hidden_layers": 32, "rope_parameters": {"rope_theta": None}}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "billions", "layers", "blocks", "place"),
+    [
+        ("Lfm2ForCausalLM", LFM2, 1.170, 6, 1, StatePlace(5, 512)),
+        ("Lfm2MoeForCausalLM", LFM2_MIXTURE, 8.340, 6, 2, StatePlace(5, 3 * 512)),
+        ("OlmoHybridForCausalLM", OLMO, 7.431, 8, 31, StatePlace(7, 2 * 19584)),
+    ],
+)
+def test_sizes_of_other_published_models(
+    architecture: str, values: dict[str, Any], billions: float, layers: int, blocks: int, place: StatePlace
+) -> None:
+    config = parsed(architecture, **values)
+    size = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    assert size / 1e9 == pytest.approx(billions, abs=0.001)
+    assert (config.num_cache_layers, config.ropes[0].rotary_dim) == (layers, 0 if values is OLMO else 64)
+    assert config.states is not None
+    assert config.states.num_blocks(16, 2) == blocks
+    last = max(i for i, kind in enumerate(config.states.config.layers) if kind)
+    assert config.states.place(last) == place
 
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
@@ -139,7 +176,7 @@ ARCHITECTURE = "Qwen3_5ForCausalLM"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": ["full_attention"] * 7 + ["linear_attention"]}, "the last 'linear_attention'"),
+        ({"layer_types": ["linear_attention"] * 8}, "one or more full_attention"),
         ({"layer_types": ["linear_attention"] * 7 + ["sliding_attention"]}, "each linear_attention or full"),
         ({"layer_types": ["full_attention"]}, "must name 8 layers"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not built"),
@@ -154,6 +191,21 @@ ARCHITECTURE = "Qwen3_5ForCausalLM"
 def test_what_is_not_built_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         parsed(ARCHITECTURE, **{**SMALL, **DELTA_NET, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["conv"] * 8}, "one or more full_attention"),
+        ({"layer_types": ["conv"] * 7 + ["sliding_attention"]}, "each conv or full"),
+        ({"hidden_size": 72}, "72 channels and 3 tokens .* beside 2 key-value heads"),
+        ({"conv_L_cache": 1}, "64 channels and 1 tokens"),
+        ({"conv_bias": 1}, "'conv_bias' must be true or false"),
+    ],
+)
+def test_short_convolutions_that_are_not_built_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        parsed("Lfm2ForCausalLM", **{**SMALL, **SHORT_CONV, "head_dim": 16, **changes})
 
 
 def test_layers_of_full_attention_alone_need_no_states() -> None:
@@ -173,31 +225,29 @@ def test_more_ranks_than_key_value_heads_are_refused() -> None:
     [
         ({"kv_dtype": "int8"}, "--kv-dtype is not there yet"),
         ({"kv_dtype": "fp8"}, "--kv-dtype is not there yet"),
-        ({"block_size": 3}, "--block-size 3 does not fit .* no multiple of 256"),
+        ({"block_size": 3}, "--block-size 3 does not fit .* a block has 384 bytes .* rows 512"),
     ],
 )
 def test_caches_that_cannot_hold_states_are_refused(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    make_checkpoint(tmp_path, "qwen3_5", linear_value_head_dim=64)
+    make_checkpoint(tmp_path, "qwen3_5", linear_value_head_dim=128)
     with pytest.raises(ModelConfigError, match=message):
         make_runner(tmp_path, **settings)
 
 
 def test_states_lie_behind_each_other_in_the_next_layer_of_full_attention() -> None:
-    """The largest group of linear layers decides how many blocks there are."""
-    kinds = "LLFFLLLFLF"
+    """Those behind the last one lie there, too. The largest group decides how many blocks there are."""
+    kinds = "LLFFLLLFLFL"
     layer_types = [{"L": "linear_attention", "F": "full_attention"}[kind] for kind in kinds]
     config = parsed(
-        ARCHITECTURE, **{**SMALL, **DELTA_NET, "num_hidden_layers": 10, "layer_types": layer_types}
+        ARCHITECTURE, **{**SMALL, **DELTA_NET, "num_hidden_layers": 11, "layer_types": layer_types}
     )
-    states, own, two = config.states, of_rank(config, Rank(1, 2)).states, 2  # 5,248 bytes in blocks of 4,096
+    states, own = config.states, of_rank(config, Rank(1, 2)).states  # 1,312 floats in blocks of 1,024
     assert states is not None
     assert own is not None
-    places = [states.place(i, BLOCK_SIZE, 4) for i, kind in enumerate(kinds) if kind == "L"]
-    found = [(place.layer, place.first) for place in places]
-    assert found == [(0, 0), (0, 2), (2, 0), (2, 2), (2, 4), (3, 0)]
-    assert {place.count for place in places} == {two}
-    assert states.num_blocks(BLOCK_SIZE, 4) == 3 * two
-    assert states.num_blocks(2 * BLOCK_SIZE, 4) == 3
-    assert own.num_blocks(BLOCK_SIZE, 4) == 3 * two, "a rank's heads are a part of each block"
+    found = [(states.place(i).layer, states.place(i).offset) for i, kind in enumerate(kinds) if kind == "L"]
+    assert found == [(0, 0), (0, 1312), (2, 0), (2, 1312), (2, 2624), (3, 0), (3, 1312)]
+    assert states.num_blocks(BLOCK_SIZE, 4) == 4
+    assert states.num_blocks(2 * BLOCK_SIZE, 4) == 2
+    assert own.num_blocks(BLOCK_SIZE, 4) == 4, "a rank's heads are a part of each block"

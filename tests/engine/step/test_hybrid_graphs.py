@@ -21,8 +21,8 @@ from splitserve.engine import loaded_model
 from splitserve.engine.step.batch import Batch, BatchStates
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.kernels.cuda import CudaKernels
-from splitserve.kernels.delta_net import NO_STATE
 from splitserve.kernels.gpu.attention_tiles import TileShape
+from splitserve.kernels.state_shape import NO_STATE
 from splitserve.transport.messages.messages import SamplingParams
 
 triton_interpreter.install()

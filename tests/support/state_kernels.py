@@ -1,29 +1,37 @@
-"""Steps of gated delta nets, for the tests of all their kernels."""
+"""Steps of layers that keep a state, for the tests of all their kernels."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from splitserve.bench.kernels.kernel_inputs import randn
-from splitserve.kernels.delta_net import (
-    NO_STATE,
-    PADDING,
-    DeltaNetShape,
-    DeltaNetWeights,
-    StateInputs,
-    StatePlace,
-    num_state_blocks,
-)
+from splitserve.kernels.delta_net import DeltaNetShape, DeltaNetWeights
+from splitserve.kernels.short_conv import ShortConvShape, ShortConvWeights
+from splitserve.kernels.state_shape import NO_STATE, PADDING, StatePlace, num_state_blocks, spaced_floats
+from splitserve.kernels.states import StateInputs, read_state
 
-DeltaNet = Callable[
-    [Tensor, Tensor, StatePlace, DeltaNetShape, DeltaNetWeights, StateInputs], Tensor
-]  # see ``interface.Kernels.delta_net``
+
+class Kernel(Protocol):
+    """See ``interface.Kernels.delta_net`` and ``short_conv``."""
+
+    def __call__(
+        self,
+        projected: Tensor,
+        pool: Tensor,
+        place: StatePlace,
+        shape: Any,
+        weights: Any,
+        inputs: StateInputs,
+    ) -> Tensor: ...
+
+
 BLOCK_SIZE, NUM_LAYERS, LAYER = 8, 2, 1
 
 
@@ -52,13 +60,19 @@ def shape_of(kv_heads: int, keys_of_each: int, values_of_key: int, dim: int, con
     return DeltaNetShape(num_keys, num_keys * values_of_key, dim, dim, conv_size)
 
 
-def weights_of(shape: DeltaNetShape, dtype: torch.dtype) -> DeltaNetWeights:
+def weights_of(
+    shape: DeltaNetShape | ShortConvShape, dtype: torch.dtype
+) -> DeltaNetWeights | ShortConvWeights:
+    if isinstance(shape, ShortConvShape):
+        conv = randn(shape.conv_size, shape.channels, seed=1)
+        return ShortConvWeights(conv, randn(shape.channels, seed=2) if shape.conv_size % 2 else None)
     return DeltaNetWeights(
         randn(shape.channels, shape.conv_size, dtype=dtype, seed=1),
         randn(shape.num_value_heads, seed=2).exp(),
         randn(shape.num_value_heads, seed=3),
         1 + randn(shape.value_dim, seed=4) / 4,
         1e-6,
+        beta_scale=2.0 if shape.conv_size == 2 else 1.0,
     )
 
 
@@ -66,14 +80,15 @@ def weights_of(shape: DeltaNetShape, dtype: torch.dtype) -> DeltaNetWeights:
 class Case:
     """A model's layer and a pool in which every block holds random numbers."""
 
-    shape: DeltaNetShape
-    weights: DeltaNetWeights
+    shape: DeltaNetShape | ShortConvShape
+    weights: DeltaNetWeights | ShortConvWeights
     place: StatePlace
     pool: Tensor
+    table: int  # blocks in a table
 
     def inputs(self, parts: Sequence[Part]) -> StateInputs:
-        """Tables have the blocks of other layers before and behind this one's, in no order."""
-        length = self.place.first + self.place.count + 1
+        """Tables have states of other layers before this one's and a block behind it, in no order."""
+        length = self.table
         blocks = torch.randperm(len(self.pool), generator=torch.Generator().manual_seed(1))
         tables = blocks[: len(parts) * 3 * length].view(len(parts), 3, length).int()
         starts = torch.tensor([0, *(part.num_tokens for part in parts)]).cumsum(0).int()
@@ -85,19 +100,20 @@ class Case:
     def projected(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
         return randn(num_tokens, self.shape.width, dtype=dtype, seed=5)
 
-    def run(self, kernel: DeltaNet, projected: Tensor, pool: Tensor, parts: Sequence[Part]) -> Tensor:
+    def run(self, kernel: Kernel, projected: Tensor, pool: Tensor, parts: Sequence[Part]) -> Tensor:
         return kernel(projected, pool, self.place, self.shape, self.weights, self.inputs(parts))
 
 
 def case_of(
-    shape: DeltaNetShape, num_kv_heads: int, dtype: torch.dtype, first: int = 0, num_seqs: int = 1,
-    pool_dtype: torch.dtype | None = None,
+    shape: DeltaNetShape | ShortConvShape, num_kv_heads: int, dtype: torch.dtype, first: int = 0,
+    num_seqs: int = 1, pool_dtype: torch.dtype | None = None,
 ) -> Case:  # fmt: skip
-    """A head's keys in a block hold two rows of a state."""
+    """A head's keys in a block hold two rows of a state, or more. ``first``: layers whose states lie before
+    this one's; where it is odd, runs have an end that may hold no row."""
     pool_dtype = pool_dtype or dtype
-    run_bytes = 2 * 4 * shape.value_dim
-    count = num_state_blocks(shape, num_kv_heads, run_bytes)
-    num_blocks = 3 * num_seqs * (first + count + 1) + 2
+    run_bytes = 4 * (-(-2 * max(shape.row, 4) // 8) * 8 + 8 * (first % 2))
+    table = num_state_blocks(shape, num_kv_heads, run_bytes, first + 1) + 1
+    num_blocks = 3 * num_seqs * table + 2
     sizes = (
         num_blocks,
         NUM_LAYERS,
@@ -108,11 +124,12 @@ def case_of(
     )
     pool = torch.zeros(sizes, dtype=pool_dtype)
     pool.view(torch.float32).copy_(randn(*pool.view(torch.float32).shape, seed=6))
-    return Case(shape, weights_of(shape, dtype), StatePlace(LAYER, first, count), pool)
+    place = StatePlace(LAYER, first * spaced_floats(shape, num_kv_heads))
+    return Case(shape, weights_of(shape, dtype), place, pool, table)
 
 
 def assert_same_step(
-    case: Case, kernel: DeltaNet, reference: DeltaNet, dtype: torch.dtype, parts: Sequence[Part]
+    case: Case, kernel: Kernel, reference: Kernel, dtype: torch.dtype, parts: Sequence[Part]
 ) -> None:
     """The output and the states are close to the reference's, and nothing else in the pool changes. A row
     that is no sequence's follows, as in a captured step."""
@@ -131,7 +148,7 @@ def assert_same_step(
 
 
 def assert_same_bits_in_chunks(
-    case: Case, kernel: DeltaNet, dtype: torch.dtype, source: int, length: int, cuts: Sequence[int]
+    case: Case, kernel: Kernel, dtype: torch.dtype, source: int, length: int, cuts: Sequence[int]
 ) -> None:
     """A sequence at once, with a snapshot, and in chunks: output, state and snapshot are equal bit by bit."""
     projected, mark = case.projected(length, dtype), cuts[0]
@@ -144,10 +161,11 @@ def assert_same_bits_in_chunks(
         found.append(case.run(kernel, projected[start:end], pool, [part]))
         newest = 0 if newest == NO_STATE else 1 - newest
     assert torch.equal(torch.cat(found), whole)
-    tables = case.inputs([Part(1)]).tables[0, :, case.place.first :][:, : case.place.count].long()
+    tables = case.inputs([Part(1)]).tables[0].long()
     of_whole = 0 if source == NO_STATE else 1 - source
     for one, other in ((newest, of_whole), (2, 2)):
-        pair = pool[tables[one], LAYER], whole_pool[tables[other], LAYER]
-        floats = [parts.movedim(2, 0).contiguous().view(torch.float32).flatten(1) for parts in pair]
-        used = case.shape.of_head(pool.shape[3]).num_floats
-        assert torch.equal(floats[0][:, :used], floats[1][:, :used])
+        pair = [
+            read_state(of, case.place, tables[copy], case.shape)
+            for of, copy in ((pool, one), (whole_pool, other))
+        ]
+        assert torch.equal(*pair)
