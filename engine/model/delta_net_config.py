@@ -102,10 +102,10 @@ def delta_net_config(
             f"{shape.num_key_heads} of keys, beside {num_kv_heads} key-value heads of full attention, is not "
             "built; each number must be a multiple of the next"
         )
-    if shape.key_dim % 8 or shape.value_dim % 8:
+    if shape.key_dim % 8 or shape.value_dim % 8 or shape.conv_size < 2:
         raise ModelConfigError(
-            f"config.json: heads of linear attention of {shape.key_dim} and {shape.value_dim} numbers are "
-            "not supported; both must be multiples of 8"
+            f"config.json: linear attention with heads of {shape.key_dim} and {shape.value_dim} numbers and "
+            f"convolutions of {shape.conv_size} tokens is not supported; multiples of 8, and 2 or more, are"
         )
     beta_scale = 2.0 if config.get("linear_allow_neg_eigval") else 1.0
     return DeltaNetConfig(shape, layers, names, beta_scale)

@@ -88,16 +88,11 @@ def test_to_rank_a_prompt_looks_few_of_its_blocks_up(monkeypatch: pytest.MonkeyP
     cache = (scheduler := make(num_blocks=4000)).blocks
     sequence, looked_up = scheduler.add(spec(1, list(range(4000))), PEER, 0.0), []
     real = cache.match_prefix
-
-    def match_prefix(hashes: list[bytes]) -> int:
-        looked_up.extend(hashes)
-        return real(hashes)
-
     for num_cached in (0, 1, 500, 999, 1000):
         cache.commit_all(cache.allocate(num_cached) or [], sequence.hashes[:num_cached], None)
-        monkeypatch.setattr(cache, "match_prefix", match_prefix)
-        left = sequence.left(BLOCK, scheduler.prompt_blocks.num_cached)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "match_prefix", lambda hashes: (looked_up.extend(hashes), real(hashes))[1])
+            left = sequence.left(BLOCK, scheduler.prompt_blocks.num_cached)
         assert left == 4000 - BLOCK * min(num_cached, 999)
     assert len(looked_up) <= 5 * 10
 

@@ -55,8 +55,8 @@ def test_hashes_of_states_are_like_others() -> None:
 
 
 def test_a_snapshot_is_left_where_it_spares_enough() -> None:
-    """As many blocks of tokens as it takes; a fourth at a branch and at a prompt's end (before its last
-    token)."""
+    """One that spares the computation of as many blocks as it takes; at a branch and before a prompt's last
+    token, of a fourth of them."""
     hashes = [bytes([i]) * HASH_BYTES for i in range(20)]
     blocks = BlockManager(64)
     cache = StateCache(blocks, 8, 4)
