@@ -13,7 +13,8 @@ static void short_conv_of_head(const ShortConvArgs& g, int64_t seq, int64_t head
   if (which == PADDING) return;
   const StateRuns from = which == NO_STATE ? StateRuns{} : copy_of_state(g, seq, head, which, 1);
   static thread_local Floats buffer;
-  float* const ring = buffer.reserve(size * n);  // the input of token t, from the chunk's first on, is in row (t + past) % size
+  float* const ring = buffer.reserve(size * n + 2 * size);  // the input of token t, from the chunk's first on, is in row (t + past) % size
+  float** const seen = reinterpret_cast<float**>(ring + size * n);  // a token's row, behind those of the tokens before it
   for (int64_t j = 0; j < past; ++j) from.read(g.offset + j * n, n, ring + j * n);
   const auto keep = [&](int64_t done, int64_t copy) {
     const StateRuns to = copy_of_state(g, seq, head, copy, 1);
@@ -22,11 +23,11 @@ static void short_conv_of_head(const ShortConvArgs& g, int64_t seq, int64_t head
   for (int64_t t = 0; t < count; ++t) {
     const T *const b = static_cast<const T*>(g.projected) + (start + t) * 3 * g.channels + first, *const c = b + g.channels, *const x = c + g.channels;
     T* const y = static_cast<T*>(g.out) + (start + t) * g.channels + first;
-    float* const newest = ring + (t + past) % size * n;
-    for (int64_t i = 0; i < n; i += W) store(newest + i, load(b + i) * load(x + i));
+    for (int64_t j = 0; j < size; ++j) seen[j] = ring + (t + j) % size * n;
+    for (int64_t i = 0; i < n; i += W) store(seen[past] + i, load(b + i) * load(x + i));
     for (int64_t i = 0; i < n; i += W) {
       vf sum = g.bias ? load(g.bias + first + i) : vf{};
-      for (int64_t j = 0; j < size; ++j) sum += load(ring + (t + j) % size * n + i) * load(g.conv + j * g.channels + first + i);
+      for (int64_t j = 0; j < size; ++j) sum += load(seen[j] + i) * load(g.conv + j * g.channels + first + i);
       store(y + i, load(c + i) * sum);
     }
     if (t + 1 == mark) keep(mark, 2);
