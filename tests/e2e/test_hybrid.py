@@ -16,28 +16,29 @@ from e2e.cluster import MODEL_NAME, NEVER_DEAD, Cluster, running
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
-NUM_STREAMS, NUM_TOKENS, BLOCK = 4, 500, 16
-PROMPTS = [[(i * 13 + i // 7 + 31 * stream) % 250 for i in range(100)] for stream in range(NUM_STREAMS)]
+NUM_TOKENS, BLOCK = (400, 200, 200), 16
+LONG = 2500  # tokens: seconds, to be caught in the middle
+PROMPTS = [[(i * 13 + i // 7 + 31 * stream) % 250 for i in range(100)] for stream in range(len(NUM_TOKENS))]
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("qwen")
-    return folder, make_checkpoint(folder, "qwen3_next", max_position_embeddings=1024)
+    return folder, make_checkpoint(folder, "qwen3_next", max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")
 def cluster(
     qwen: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    arguments = ("--decode", "2", "--num-blocks", "400", "--block-size", str(BLOCK), *NEVER_DEAD)
+    arguments = ("--decode", "2", "--num-blocks", "600", "--block-size", str(BLOCK), *NEVER_DEAD)
     with running(qwen[0], tmp_path_factory.mktemp("hybrid"), *arguments) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def expected(qwen: tuple[Path, PreTrainedModel]) -> list[list[int]]:
-    return [continued(qwen[1], prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return [continued(qwen[1], *asked) for asked in zip(PROMPTS, NUM_TOKENS, strict=True)]
 
 
 def continued(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
@@ -48,7 +49,7 @@ def continued(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> lis
     return answer
 
 
-def streamed(cluster: Cluster, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Iterator[int]:
+def streamed(cluster: Cluster, prompt: list[int], num_tokens: int) -> Iterator[int]:
     extra: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
     with cluster.client.completions.create(
         model=MODEL_NAME, prompt=prompt, max_tokens=num_tokens, temperature=0, stream=True, extra_body=extra
@@ -61,10 +62,11 @@ def streamed(cluster: Cluster, prompt: list[int], num_tokens: int = NUM_TOKENS) 
 def test_streams_outlive_a_decode_worker(cluster: Cluster, expected: list[list[int]]) -> None:
     """Their states are computed again from the tokens that the clients have."""
     cluster.wait_whole(1, 2)
-    first = streamed(cluster, PROMPTS[0])
+    first = streamed(cluster, PROMPTS[0], NUM_TOKENS[0])
     begun = [next(first)]
-    with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        others = [pool.submit(list, streamed(cluster, prompt)) for prompt in PROMPTS[1:]]
+    with ThreadPoolExecutor() as pool:
+        asked = list(zip(PROMPTS, NUM_TOKENS, strict=True))[1:]
+        others = [pool.submit(list, streamed(cluster, *each)) for each in asked]
         os.kill(cluster.busy_worker("decode")["pid"], signal.SIGKILL)
         answers = [begun + list(first), *(other.result() for other in others)]
     assert answers == expected
@@ -75,11 +77,13 @@ def test_streams_outlive_a_decode_worker(cluster: Cluster, expected: list[list[i
 def test_streams_move_to_another_decode_worker(cluster: Cluster, expected: list[list[int]]) -> None:
     """With their states: a worker that drains computes nothing again."""
     cluster.wait_whole(1, 2)
+    unmoved = list(streamed(cluster, PROMPTS[0], LONG))
+    assert unmoved[: NUM_TOKENS[0]] == expected[0]
     moved = cluster.state()["counters"]["sequences_moved"]
-    first = streamed(cluster, PROMPTS[0])
+    first = streamed(cluster, PROMPTS[0], LONG)
     begun = [next(first)]
     os.kill(cluster.busy_worker("decode")["pid"], signal.SIGTERM)
-    assert begun + list(first) == expected[0]
+    assert begun + list(first) == unmoved
     assert cluster.state()["counters"]["sequences_moved"] == moved + 1
     cluster.wait_whole(1, 2)
     cluster.wait_at_rest()
