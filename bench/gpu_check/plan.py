@@ -63,6 +63,7 @@ STAGES: Stages = (
 """First comes what is in doubt. Parts of a stage run side by side, as many as cores: only checks, and
 the host's CPU, whose times are processor time."""
 SPARE: Stages = (
+    (_here("recurrent", 15, "speed:recurrent"),),
     (_here("serve two GPUs", 60, "serving:serve", "cuda_ipc", "", "2"),),
     (_here("gate and up", 25, "speed:gate_up"),),
     (_here("start 0.6B", 40, "starting:start", "Qwen3-0.6B"),),

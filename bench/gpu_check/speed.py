@@ -14,6 +14,7 @@ from ..kernels import gate_up as candidate
 from ..kernels import kernel_figures
 from ..kernels.engine_figures import EXACT_SUFFIX, engine_figures
 from ..kernels.gpu_timing import Ceilings, Figure
+from ..kernels.state_checks import state_figures
 from ..kernels.transformers_peer import PeerFailed
 from .correctness import interpret, results
 from .line import Line, Place, figure_line, left_out
@@ -81,6 +82,10 @@ def small_kernels(place: Place) -> Iterator[Line]:
 
 def linears(place: Place) -> Iterator[Line]:
     yield from lines_of(place, kernel_figures.linear_figures, kernel_figures.low_rank_figures)
+
+
+def recurrent(place: Place) -> Iterator[Line]:
+    yield from lines_of(place, state_figures)
 
 
 def gate_up(place: Place) -> Iterator[Line]:

@@ -15,7 +15,7 @@ from ...kernels.gpu.attention_tiles import TileShape
 from ...kernels.gpu.decode_attention import decode_attention, decode_tile
 from ...kernels.gpu.decode_plan import MAX_PARTIALS, plan_decode
 from ...kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
-from . import layer_checks
+from . import layer_checks, state_checks
 from .attention_variants import Attention, covering
 from .kernel_inputs import LAYER, QUANTISED, AttentionCase, attention_case, relative_error
 
@@ -152,6 +152,12 @@ def checks(big: bool) -> Iterator[Check]:
             0,
             partial(layer_checks.quantised_rows_error, form, big),
         )
+    for what, shape in state_checks.SHAPES[big].items():
+        for dtype in (FLOAT32, BFLOAT16):
+            yield Check(
+                f"{what}, {dtype}", 4 * ALLOWED[dtype], partial(state_checks.state_error, shape, dtype, big)
+            )
+        yield Check(f"{what}: bits of a chunk", 0, partial(state_checks.chunks_error, shape, big))
     yield Check("blocks packed and unpacked", 0, layer_checks.copies_error)
     yield Check("checksums are xxh3", 0, layer_checks.checksums_error)
     yield Check("sampling as on a CPU", 0, partial(layer_checks.sampling_error, 151936 if big else 300))
