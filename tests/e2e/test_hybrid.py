@@ -7,17 +7,19 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from e2e.cluster import MODEL_NAME, NEVER_DEAD, Cluster, running
+from e2e.cluster import MODEL_NAME, NEVER_DEAD, Cluster, running, wait_for
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
 NUM_TOKENS, BLOCK = (400, 200, 200), 16
 LONG = 2500  # tokens: seconds, to be caught in the middle
+CAUGHT_WITHIN_S = 200.0  # on a machine where the observer waits longer for a core than the worker
 PROMPTS = [[(i * 13 + i // 7 + 31 * stream) % 250 for i in range(100)] for stream in range(len(NUM_TOKENS))]
 
 
@@ -75,17 +77,23 @@ def test_streams_outlive_a_decode_worker(cluster: Cluster, expected: list[list[i
 
 
 def test_streams_move_to_another_decode_worker(cluster: Cluster, expected: list[list[int]]) -> None:
-    """With their states: a worker that drains computes nothing again."""
+    """With their states: a worker that drains computes nothing again. (A stream may end before it moves.)"""
     cluster.wait_whole(1, 2)
     unmoved = list(streamed(cluster, PROMPTS[0], LONG))
     assert unmoved[: NUM_TOKENS[0]] == expected[0]
-    moved = cluster.state()["counters"]["sequences_moved"]
-    first = streamed(cluster, PROMPTS[0], LONG)
-    begun = [next(first)]
-    os.kill(cluster.busy_worker("decode")["pid"], signal.SIGTERM)
-    assert begun + list(first) == unmoved
-    assert cluster.state()["counters"]["sequences_moved"] == moved + 1
-    cluster.wait_whole(1, 2)
+    before = cluster.state()["counters"]
+
+    def moved() -> bool:
+        first = streamed(cluster, PROMPTS[0], LONG)
+        begun = list(islice(first, 20))  # the first one comes before the handoff
+        os.kill(cluster.busy_worker("decode")["pid"], signal.SIGTERM)
+        assert begun + list(first) == unmoved
+        after = cluster.state()["counters"]
+        assert after["redispatches"] == before["redispatches"], cluster.state()["last_retries"]
+        cluster.wait_whole(1, 2)
+        return bool(after["sequences_moved"] > before["sequences_moved"])
+
+    wait_for("a stream is caught in a move", moved, CAUGHT_WITHIN_S)
     cluster.wait_at_rest()
 
 
