@@ -74,8 +74,8 @@ class HandoffFeed:
                 yield out, self._num_in_layers(chunk)
 
     def _num_in_layers(self, chunk: Chunk) -> int:
-        """Blocks of which a running chunk completes layer after layer, those of the state left out: should
-        the step fail, and shorter ones take its place, the state may come to lie in the other copy."""
+        """Return how many blocks may leave layer by layer while this chunk runs. The state may not: if the
+        step fails and shorter ones take its place, the state may end in the other copy."""
         return min(self._num_final(chunk.sequence, chunk.end), len(chunk.sequence.blocks))
 
     def _num_final(self, sequence: PrefillSequence, num_computed: int) -> int:

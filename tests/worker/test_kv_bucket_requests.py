@@ -54,7 +54,7 @@ def test_what_was_written_or_read_is_not_asked_for(bucket: PlayedBucket, rig: Ri
     assert rig.read(other, 0) == rig.written[:1]
     assert methods(bucket) == {"GET": 1}
     Cache(rig, other).evict(0, 1, 1)
-    assert methods(bucket) == {"HEAD": 1}, "of what it has neither written nor read, once"
+    assert methods(bucket) == {"HEAD": 1}, "one, for the block that it has not written or read"
 
 
 def test_what_a_lifecycle_rule_has_removed_is_written_again_once_a_read_has_missed_it(

@@ -212,3 +212,11 @@ def test_checkpoints_of_these_shapes_load_without_an_option(
         in sentence[0]
     )
     runner.warm_up()
+
+
+def test_states_take_room_from_the_longest_sequence() -> None:
+    """Two copies in each role, and a last block that moves between them."""
+    wish = KVCacheWish(block_bytes=1 << 20, block_size=16, model_len=4096, num_blocks=100, state_blocks=5)
+    assert kv_cache_size(wish, 0) == KVCacheSize(100, (100 - 21) * 16)
+    with pytest.raises(OutOfMemoryError, match=r"one sequence of 1280 tokens needs 101"):
+        kv_cache_size(replace(wish, max_model_len=1280), 0)
