@@ -18,6 +18,9 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from numpy.typing import NDArray
 
+ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply"}
+PLAIN_NUMBERS = {("fp32", float), ("fp32", int), ("int32", int), ("int64", int)}
+"""A tensor's type and a Python number's, of which an operation computes in the tensor's."""
 E4M3_VALUES: NDArray[np.float32] = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
@@ -113,11 +116,49 @@ def _keep_what_never_changes() -> None:
             blocks[key] = dict(vars(self))
         vars(self).update(blocks[key], element_ty=element)
 
+    def refuse_overflow(self: Any, a: Any, b: Any, operation: Any) -> None:
+        """Of a signed number: an address, mostly. Triton computes its test by five operations of its own, and
+        looks at it on request alone."""
+        if a.dtype.name in ("int8", "int16", "int32"):
+            exact = getattr(np, ARITHMETIC[operation.__name__])(
+                a.handle.data.astype(np.int64), b.handle.data.astype(np.int64)
+            )
+            limits = np.iinfo(a.handle.data.dtype)
+            if exact.min() < limits.min or exact.max() > limits.max:
+                raise OverflowError(f"{operation.__name__} of {a.dtype}")
+
+    def checked_types(self: Any, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
+        alike = type(a) is type(b) is tensor and a.shape is b.shape and a.dtype is b.dtype
+        if alike and not (a.dtype.is_ptr() or more.get("div_or_mod") or rest[3:]):
+            return a, b
+        if type(a) is tensor and (a.dtype.name, type(b)) in PLAIN_NUMBERS and abs(b) < 1 << 31:
+            numbers = np.full(a.handle.data.shape, b, a.handle.data.dtype)
+            return a, tensor(interpreter.TensorHandle(numbers, a.dtype), a.type)
+        return check_types(self, a, b, *rest, **more)
+
+    def cast_if_needed(self: Any, a: Any, target: Any, *rest: Any) -> Any:
+        return a if a.dtype is target.scalar else cast(self, a, target, *rest)
+
+    def same_type(self: Any, other: Any) -> bool:
+        return self is other or equal(self, other)
+
+    def unwrapped(of: Any) -> Any:
+        return of.value if type(of) is constexpr else unwrap(of) if isinstance(of, sequences) else of
+
+    semantic: Any = tl.semantic.TritonSemantic
+    constexpr, sequences = tl.core.constexpr, (list, tuple, tl.core.tuple)
+    unwrap: Any = tl.core._unwrap_if_constexpr
+    equal: Any = tl.core.dtype.__eq__
     tensor: Any = tl.core.tensor
     block_type: Any = tl.core.block_type
     make, tensor.__init__ = tensor.__init__, set_type
     make_block, block_type.__init__ = block_type.__init__, set_block
     module._patch_builtin, module._get_np_dtype = patch_builtin, get_np_dtype
+    semantic.binary_op_sanitize_overflow_impl = refuse_overflow
+    check_types, semantic.binary_op_type_checking_impl = semantic.binary_op_type_checking_impl, checked_types
+    cast, semantic.cast = semantic.cast, cast_if_needed
+    tl.core.dtype.__eq__, module.tl.core._unwrap_if_constexpr = same_type, unwrapped
+    module.TensorHandle.__post_init__ = lambda self: None
     _patch_once_a_launch()
 
 
