@@ -60,11 +60,10 @@ class _Source:
 class Drafts:
     """Decides how many tokens to draft for each sequence, and by which source."""
 
-    def __init__(self, num_tokens: int, cheap_rows: int, num_layers: int = 0) -> None:
-        """``num_tokens``: most of a sequence in a step; 0: none. ``num_layers``: of a model that drafts; 0:
-        it does not."""
-        self._num_tokens, self._cheap_rows = num_tokens, cheap_rows
-        self._draft_cost = DRAFT_LAYERS / num_layers if num_layers else None  # of a step, without verifying
+    def __init__(self, num_tokens: int, cheap_rows: int, draft_cost: float = 0.0) -> None:
+        """``num_tokens``: most of a sequence in a step; 0: none. ``draft_cost``: of a token that the model
+        drafts, as a share of a step's time; 0: it drafts none."""
+        self._num_tokens, self._cheap_rows, self._draft_cost = num_tokens, cheap_rows, draft_cost
 
     def pay(self, sequences: Sequence[DecodeSequence], most_rows: int) -> bool:
         """Whether the next step is to have drafts, or to ask for some, by the tokens that are known."""
@@ -112,23 +111,31 @@ class Drafts:
 
     def _plan(self, sequences: Sequence[DecodeSequence], most_rows: int) -> dict[_Source, int]:
         """Return the number of tokens that are drafts of the next step, by source."""
-        if not self._num_tokens or not 0 < len(sequences) < min(most_rows, self._cheap_rows):
+        if not (room := self._room(len(sequences), most_rows)):
             return {}
         if (new := next(filter(_lacks_match, sequences), None)) is not None:  # one: it takes milliseconds
             new.match = TextMatch(new.state)
-        return self._choose(list(self._sources(sequences)), len(sequences), most_rows)
+        return self._choose(list(self._sources(sequences)), len(sequences), room)
 
     def _ask(self, sequences: Sequence[DecodeSequence], most_rows: int) -> dict[DecodeSequence, int]:
         """Return how many tokens the model is to draft in the next step, for the one behind it."""
         num_seqs = len(sequences)
-        if self._draft_cost is None or not 0 < num_seqs < min(most_rows, self._cheap_rows):
+        if not self._draft_cost or not (room := self._room(num_seqs, most_rows)):
             return {}
         for sequence in sequences:
             if sequence.model_drafts is None and _may_draft(sequence):
                 sequence.model_drafts = ModelDrafts(len(sequence.state.output_token_ids))
         cost = 1 + self._draft_cost * (self._cheap_rows + num_seqs) / num_seqs
-        chosen = self._choose(list(self._sources(sequences, cost)), num_seqs, most_rows)
+        chosen = self._choose(list(self._sources(sequences, cost)), num_seqs, room)
         return {source.sequence: count for source, count in chosen.items() if source.by_model}
+
+    def _room(self, num_seqs: int, most_rows: int) -> int:
+        """Return how many drafted tokens a step may have: 0 where too little is gained if all are right."""
+        cheap, num_rows = self._cheap_rows, min(most_rows, self._cheap_rows)
+        if not self._num_tokens or not 0 < num_seqs < num_rows:
+            return 0
+        gain = num_rows / num_seqs * (cheap + num_seqs) / (cheap + num_rows)
+        return num_rows - num_seqs if gain >= LEAST_GAIN else 0
 
     def _sources(self, sequences: Sequence[DecodeSequence], cost: float = 0.0) -> Iterator[_Source]:
         """Yield the better source of each sequence that has one. ``cost``: of a token that is asked of the
@@ -146,13 +153,13 @@ class Drafts:
             if sources:
                 yield max(sources, key=lambda source: source.expected)
 
-    def _choose(self, sources: Sequence[_Source], num_seqs: int, most_rows: int) -> dict[_Source, int]:
+    def _choose(self, sources: Sequence[_Source], num_seqs: int, room: int) -> dict[_Source, int]:
         """Return how many tokens of each to draft; none where that gains too little."""
         choices = [(source.rate**i, source) for source in sources for i in range(1, source.most + 1)]
         choices.sort(key=lambda choice: -choice[0] / choice[1].cost)
         time = alone = float(self._cheap_rows + num_seqs)
         expected, counts = float(num_seqs), dict[_Source, int]()
-        for chance, source in choices[: min(most_rows, self._cheap_rows) - num_seqs]:
+        for chance, source in choices[:room]:
             if chance * time <= expected * source.cost:
                 break
             time, expected = time + source.cost, expected + chance

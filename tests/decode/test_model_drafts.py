@@ -229,16 +229,14 @@ def test_where_a_token_depends_on_more_than_its_text_nothing_is_asked(more: dict
 
 
 def test_where_drafting_does_not_pay_steps_are_made_ahead() -> None:
-    """The bench has 16 cheap rows, and five sequences' rows are cheap; of three such rows they are not."""
-    drafts = {rows: Drafts(3, rows, 30) for rows in (3, 16)}
     bench = Bench(guess=right)
     sequences = [joined(bench, dispatch, [dispatch]) for dispatch in range(4)]
-    assert drafts[16].pay(sequences, 8)
-    assert not drafts[3].pay(sequences, 8), "more sequences than cheap rows"
-    assert not drafts[16].pay(sequences, 4), "no row is left for a draft"
-    assert not Drafts(0, 16, 30).pay(sequences, 8)
+    assert Drafts(3, 16, 0.1).pay(sequences, 8)
+    assert not Drafts(3, 3, 0.1).pay(sequences, 8), "more sequences than cheap rows"
+    assert not Drafts(3, 16, 0.1).pay(sequences, 4), "no row is left for a draft"
+    assert not Drafts(0, 16, 0.1).pay(sequences, 8)
     assert not Drafts(3, 16).pay(sequences, 8), "the model does not draft, and no text repeats"
-    assert not Drafts(3, 16, 3).pay(sequences, 8), "its layer and its head are as large as the model"
+    assert not Drafts(3, 16, 1.0).pay(sequences, 8), "a draft takes as long as a step"
 
 
 def test_a_text_that_is_surely_followed_is_asked_for_nothing() -> None:

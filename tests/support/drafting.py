@@ -45,8 +45,8 @@ class Bench:
         guess: Guess | None = None,
         max_len: int = MAX_LEN,
     ) -> None:
-        """``guess``: what the model drafts, of 30 layers; None: it does not."""
-        drafts = Drafts(num_tokens, 16, 30 if guess else 0)
+        """``guess``: what the model drafts; None: it does not."""
+        drafts = Drafts(num_tokens, 16, 0.1 if guess else 0.0)
         self.scheduler = DecodeScheduler(
             BlockManager(num_blocks), BLOCK, 8, max_len, frozenset([EOS]), window, drafts
         )
