@@ -10,7 +10,7 @@ FIRST_RATE = 0.8
 WEIGHT = 1 / 8
 FORGOTTEN = 512
 """Tokens in which a measured rate goes most of the way back to ``FIRST_RATE``: so a sequence whose drafts
-were wrong is tried again about every 40 tokens, which costs it under a percent."""
+were wrong is tried again about every 30 tokens, which costs it under a percent."""
 
 
 class ModelDrafts:

@@ -48,7 +48,7 @@ class DecodeStep:
 
     @property
     def is_awaited(self) -> bool:
-        """The step behind it needs its output: there is more to come of a sequence than a token, or less."""
+        """The step behind it needs its output: how many tokens each sequence got, or what is drafted next."""
         return self.num_draft_tokens > 0 or self.batch.num_drafts is not None
 
     @property
