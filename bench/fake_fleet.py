@@ -32,6 +32,8 @@ COUNTERS = (
     "step_sequences",
     "draft_tokens",
     "accepted_tokens",
+    "mtp_draft_tokens",
+    "mtp_accepted_tokens",
     "preemptions",
     "corrupt_blocks",
     "handed_over",

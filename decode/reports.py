@@ -7,6 +7,7 @@ its own rows alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,19 @@ from .rows import DecodeResult
 from .scheduler import DecodeScheduler
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """Drafted tokens, and those of them that were right."""
+
+    num_tokens: int = 0
+    num_accepted: int = 0
+
+    def count(self, accepted: bool) -> None:
+        """Count one more."""
+        self.num_tokens += 1
+        self.num_accepted += accepted
+
+
 class Heartbeat:
     """Counts steps; reads everything else from the scheduler and the handoff."""
 
@@ -32,7 +46,9 @@ class Heartbeat:
         self.cache = CacheReporter(scheduler.blocks, answers.changes)
         self._num_steps = 0
         self._num_step_sequences = 0
-        self._num_tokens = self._num_draft_tokens = self._num_accepted_tokens = 0
+        self._num_tokens = 0
+        self._drafted = DraftCounts()
+        self._drafted_by_model = DraftCounts()
         self._largest_batch = 0
 
     def count_step(self, result: DecodeResult) -> None:
@@ -41,8 +57,11 @@ class Heartbeat:
         self._num_steps += 1
         self._num_step_sequences += num_seqs
         self._num_tokens += len(step.sequences) - len(result.dropped)
-        self._num_draft_tokens += step.num_draft_tokens
-        self._num_accepted_tokens += step.num_draft_tokens - sum(row >= num_seqs for row in result.dropped)
+        dropped = set(result.dropped) if step.num_draft_tokens else ()
+        for row in range(num_seqs, len(step.sequences)):
+            self._drafted.count(row not in dropped)
+            if step.sequences[row] in step.drafts.by_model:
+                self._drafted_by_model.count(row not in dropped)
         self._largest_batch = max(self._largest_batch, num_seqs)
 
     def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load:
@@ -72,8 +91,10 @@ class Heartbeat:
                 "preemptions": s.num_preemptions,
                 "output_tokens": self._num_tokens,
                 "step_sequences": self._num_step_sequences,
-                "draft_tokens": self._num_draft_tokens,
-                "accepted_tokens": self._num_accepted_tokens,
+                "draft_tokens": self._drafted.num_tokens,
+                "accepted_tokens": self._drafted.num_accepted,
+                "mtp_draft_tokens": self._drafted_by_model.num_tokens,
+                "mtp_accepted_tokens": self._drafted_by_model.num_accepted,
                 "corrupt_blocks": r.num_corrupt_blocks,
                 "handed_over": self._moving.num_moved,
                 "mover_fallbacks": self._moving.sender.num_fallbacks,

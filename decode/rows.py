@@ -1,5 +1,5 @@
 """The dense rows of a decode batch: one sequence a row of a few arrays, so that a step's inputs are slices of
-them; and which sequences those are. Behind them a step has a row for each drafted token. Pure.
+them. Behind them a step has a row for each drafted token. Pure.
 
 The rows are those of the next step. It may be built while the one before still runs, whose tokens nobody
 knows yet: ``fed_from`` is the row of that step from which a sequence's input token comes.
@@ -7,8 +7,8 @@ knows yet: ``fed_from`` is the row of that step from which a sequence's input to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,21 @@ KNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """Drafts of one step. ``tokens`` are its inputs, behind each sequence's newest token. ``made``: all that
+    the model has drafted in the step before, whether they are inputs or not."""
+
+    tokens: Mapping[DecodeSequence, list[int]] = field(default_factory=dict)
+    by_model: frozenset[DecodeSequence] = frozenset()  # those whose ``tokens`` the model has drafted
+    made: Mapping[DecodeSequence, list[int]] = field(default_factory=dict)
+    asked: Mapping[DecodeSequence, int] = field(default_factory=dict)
+    """How many tokens the model is to draft for the step behind this one."""
+
+
+NO_DRAFTS = StepDrafts()
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeStep:
     sequences: list[DecodeSequence]  # of each row; drafted tokens of one stand in order
     batch: Batch
@@ -29,6 +44,12 @@ class DecodeStep:
     filling: list[int]  # rows whose newest block is full with it
     alone: bool = False  # it may hold the one that made a step raise: nothing else is in its step
     num_draft_tokens: int = 0  # the last rows
+    drafts: StepDrafts = NO_DRAFTS
+
+    @property
+    def is_awaited(self) -> bool:
+        """The step behind it needs its output: how many tokens each sequence got, or what is drafted next."""
+        return self.num_draft_tokens > 0 or self.batch.num_drafts is not None
 
     @property
     def members(self) -> list[DecodeSequence]:
@@ -115,9 +136,7 @@ class DecodeRows:
         for sequence in [self.sequences[row] for row in last]:
             self.leave(sequence)
 
-    def build(
-        self, alone: bool = False, drafts: Mapping[DecodeSequence, list[int]] | None = None
-    ) -> DecodeStep:
+    def build(self, alone: bool = False, drafts: StepDrafts = NO_DRAFTS) -> DecodeStep:
         """The step of all rows, and of drafted tokens behind them. The rows are then those of the step after
         it; with drafts not until it has run."""
         n = len(self.sequences)
@@ -141,8 +160,12 @@ class DecodeRows:
         step = DecodeStep(
             self.sequences.copy(), batch, self._dispatches[:n].copy(), indices.copy(), filling, alone
         )
-        if drafts:
-            step = self._with_drafts(step, drafts)
+        if drafts.tokens:
+            step = self._with_drafts(step, drafts.tokens)
+        if drafts.made or drafts.tokens or drafts.asked:
+            step = replace(step, drafts=drafts)
+        if drafts.asked:
+            step = self._with_num_drafts(step, drafts.asked)
         fed_from[:] = self._arange[:n]
         positions[:] = seq_lens
         slots += 1
@@ -173,6 +196,7 @@ class DecodeRows:
             sampling=[sequence.state for sequence in owners],
             prompt_logprobs=[None] * len(rows),
             adapters=adapters_of([sequence.state.adapter for sequence in owners]),
+            draft_of=np.where(ahead == 1, rows, np.arange(n - 1, n - 1 + len(rows))).astype(np.int32),
         )
         filling: list[int] = (drafted.seq_lens % self.block_size == 0).nonzero()[0].tolist()
         return DecodeStep(
@@ -183,6 +207,16 @@ class DecodeRows:
             step.filling + [n + row for row in filling],
             num_draft_tokens=len(rows),
         )
+
+    def _with_num_drafts(self, step: DecodeStep, asked: Mapping[DecodeSequence, int]) -> DecodeStep:
+        """Bound by the answer's end, and by the block of each row's token: the model writes keys and values
+        of the tokens that it drafts, and a draft is not worth a block more."""
+        counts = np.array([asked.get(sequence, 0) for sequence in step.sequences], np.int32)
+        last_indices = self._last_indices[[sequence.row for sequence in step.sequences]]
+        left = last_indices - step.indices.astype(np.int64) - 1
+        room = self.block_size - step.batch.positions % self.block_size
+        counts = np.clip(np.minimum(left, room), 0, counts).astype(np.int32)
+        return replace(step, batch=replace(step.batch, num_drafts=counts)) if counts.any() else step
 
     def settle(self, step: DecodeStep, token_ids: NDArray[np.int32]) -> None:
         """The step built last has run, and these are its tokens. Its sequences have them."""
@@ -215,65 +249,3 @@ class DecodeRows:
             self.beginning.discard(sequence)
         else:
             self.beginning.add(sequence)
-
-
-class BatchMembers:
-    """Which sequences the rows of the next step hold, and which come into the batch later."""
-
-    def __init__(self, rows: DecodeRows) -> None:
-        self._rows = rows
-        self._joining: list[DecodeSequence] = []
-        self._apart: list[list[DecodeSequence]] = []
-        """Groups of a step that raised: the next step has the last one alone."""
-
-    @property
-    def are_tried_apart(self) -> bool:
-        """Whether some are known to be in a group that made a step raise."""
-        return bool(self._apart)
-
-    def add(self, sequence: DecodeSequence) -> None:
-        """It takes part as soon as it can."""
-        self._joining.append(sequence)
-
-    def remove(self, sequence: DecodeSequence) -> None:
-        """It takes part no more."""
-        if sequence.row >= 0:
-            self._rows.leave(sequence)
-        elif sequence in self._joining:
-            self._joining.remove(sequence)
-
-    def add_left(self, sequences: Iterable[DecodeSequence]) -> None:
-        """A step has not run: add those that were to have their last token by it."""
-        for sequence in sequences:
-            if sequence.row < 0 and not sequence.paused and sequence not in self._joining:
-                self._joining.append(sequence)
-
-    def try_apart(self, *groups: list[DecodeSequence]) -> None:
-        """Have each group, the last one first, take part in a step alone."""
-        self._apart += groups
-
-    def admit(self) -> None:
-        """Take joined sequences into the batch, except those whose grammar is still being compiled, and those
-        still in a step: their newest token is not known."""
-        for sequence in self._joining:
-            if not sequence.state.lacks_matcher and not sequence.in_flight:
-                self._rows.enter(sequence)
-        self._joining = [sequence for sequence in self._joining if sequence.row < 0]
-
-    def admit_apart(self) -> bool:
-        """Only the next group of a step that raised is in the batch; the others stay with the joining ones.
-        Return False if all groups have ended meanwhile."""
-        group: list[DecodeSequence] = []
-        while self._apart and not group:
-            group = [s for s in self._apart.pop() if not (s.ended or s.paused)]
-        if not group:
-            self.admit()
-            return False
-        for sequence in [s for s in self._rows.sequences if s not in group]:
-            self._rows.leave(sequence)
-            self._joining.append(sequence)
-        for sequence in group:
-            if sequence.row < 0:
-                self._joining.remove(sequence)
-                self._rows.enter(sequence)
-        return True

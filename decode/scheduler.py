@@ -12,8 +12,8 @@
 The next step may be made while the one before runs (``MAX_IN_FLIGHT``): its input tokens are then fed on by
 the runner of the steps, and a sequence that turns out to have ended has one row too many, whose token is
 dropped. What needs to know more waits for the running step: preemption, a sequence that comes back into the
-batch, a step with drafts (drafts.py), and the one behind it. A grammar's mask follows from the newest token:
-the runner asks for it when that token has come.
+batch, a step that has drafts or asks for some (drafts.py), and the one behind it. A grammar's mask follows
+from the newest token: the runner asks for it when that has come.
 
 A sequence that needs a block when there is none makes the youngest sequence leave (it comes back through the
 coordinator with the tokens it has). Blocks are freed when no step in flight reads or writes them.
@@ -29,7 +29,8 @@ from ..engine.role_core import SizeLimit
 from ..engine.step.batch import SamplingState, StepOutput, finish_reason, last_output_index, stop_set
 from ..transport.handoff.protocol import Key
 from .drafts import Drafts
-from .rows import BatchMembers, DecodeResult, DecodeRows, DecodeStep
+from .members import BatchMembers
+from .rows import NO_DRAFTS, DecodeResult, DecodeRows, DecodeStep
 from .sequences import DecodeSequence, SequenceBlocks, divided
 
 MAX_IN_FLIGHT = 2
@@ -113,8 +114,7 @@ class DecodeScheduler:
         self._members.add(sequence)
 
     def drop(self, key: Key) -> None:
-        """Forgets a sequence and frees its blocks: at once, or when the last step in flight that has them
-        ends."""
+        """Forgets a sequence and frees its blocks: at once, or when no step in flight has them."""
         if (sequence := self.running.get(key)) is not None:
             self._end(sequence)
 
@@ -149,7 +149,7 @@ class DecodeScheduler:
         flight. Preempted ones are left in ``preempted``."""
         if self._failed or len(self._in_flight) == MAX_IN_FLIGHT:
             return None
-        if self._in_flight and self._in_flight[0].num_draft_tokens:
+        if self._in_flight and self._in_flight[0].is_awaited:
             return None
         alone = False
         if self._members.are_tried_apart:
@@ -162,12 +162,12 @@ class DecodeScheduler:
             self._rows.leave_finished()
             if len(self._rows.beginning) > self.blocks.num_available:
                 return None
-            if self._drafts.plan(self._rows.sequences, self.row_limit.now):
+            if self._drafts.pay(self._rows.sequences, self.row_limit.now):
                 return None
         self._grow()
         if not self._rows.sequences:
             return None
-        drafts = {}
+        drafts = NO_DRAFTS
         if not alone and not self._in_flight:
             drafts = self._drafts.draft(self._rows, self.blocks, self.row_limit.now)
         step = self._rows.build(alone, drafts)
@@ -217,6 +217,7 @@ class DecodeScheduler:
                     self.kv_blocks.release_behind_window(step.sequences[row], num_tokens)
         for row in result.finished:
             self._end(step.sequences[row])
+        self._drafts.book(result)
         self.kv_blocks.free_ended(step.sequences)
         for sequence in step.sequences[num_members:]:
             if not sequence.ended:

@@ -10,6 +10,7 @@ from ..engine.step.batch import SamplingState
 from ..transport.handoff.protocol import Key
 from ..transport.messages.blocks import NO_BLOCK, chain, held, num_behind
 from ..transport.messages.messages import TokenLogprobs, u32
+from .model_drafts import ModelDrafts
 from .text_match import TextMatch
 
 
@@ -34,6 +35,7 @@ class DecodeSequence:
     last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
     answer_id: bytes = b""  # empty: it cannot be resumed
     match: TextMatch | None = None  # once its tokens may be drafted
+    model_drafts: ModelDrafts | None = None  # once the model may draft its tokens
 
     @property
     def held(self) -> list[list[int]]:

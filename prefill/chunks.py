@@ -139,6 +139,13 @@ class Chunk:
         return self.sequence.spec.embeds and self.is_last
 
     @property
+    def next_id(self) -> int:
+        """The token behind the chunk; -1: the one that is sampled; 0, any, where none follows."""
+        if not self.is_last:
+            return int(self.sequence.token_ids[self.end])
+        return 0 if self.sequence.scores_only else -1
+
+    @property
     def next_prompt_ids(self) -> list[int]:
         """The tokens behind those of the chunk, where the prompt's own logprobs are asked for."""
         spec = self.sequence.spec
@@ -158,10 +165,11 @@ class PrefillStep:
     made_at: float
 
 
-def batch_of(chunks: Sequence[Chunk], block_size: int) -> Batch:
-    """Return the batch of these chunks, in this order."""
+def batch_of(chunks: Sequence[Chunk], block_size: int, model_drafts: bool = False) -> Batch:
+    """Return the batch of these chunks, in this order. ``model_drafts``: it needs the tokens behind them."""
+    next_ids = np.array([c.next_id for c in chunks], np.int32) if model_drafts else None
     if len(chunks) == 1:
-        return _batch_of_one(chunks[0], block_size)
+        return _batch_of_one(chunks[0], block_size, next_ids)
     tables = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int32)
     for row, chunk in enumerate(chunks):
         tables[row, : len(chunk.sequence.blocks)] = chunk.sequence.blocks
@@ -185,10 +193,11 @@ def batch_of(chunks: Sequence[Chunk], block_size: int) -> Batch:
         adapters=adapters_of([c.sequence.state.adapter for c in chunks]),
         embeds=[c.embeds for c in chunks],
         states=batch_states(states) if (states := [c.states for c in chunks if c.states]) else None,
+        next_ids=next_ids,
     )
 
 
-def _batch_of_one(chunk: Chunk, block_size: int) -> Batch:
+def _batch_of_one(chunk: Chunk, block_size: int, next_ids: NDArray[np.int32] | None) -> Batch:
     """The same in 5 to 25 us less: most steps have one chunk, also in the simulator."""
     positions = np.arange(chunk.start, chunk.end, dtype=np.int32)
     tables = np.maximum(np.array([chunk.sequence.blocks], np.int32), 0)
@@ -211,4 +220,5 @@ def _batch_of_one(chunk: Chunk, block_size: int) -> Batch:
         adapters=adapters_of([chunk.sequence.state.adapter]),
         embeds=[chunk.embeds],
         states=batch_states([chunk.states]) if chunk.states else None,
+        next_ids=next_ids,
     )

@@ -52,14 +52,16 @@ class PrefillScheduler:
         for_decode: Callable[[], int] | None = None,
         window: int = 0,
         state_blocks: int = 0,
+        model_drafts: bool = False,
     ) -> None:
         """``for_decode``: how many blocks are to be left to the decode worker over the same blocks, which
         takes every prompt that is computed here; None: there is none. ``window``: the model's widest, in
-        tokens; 0: none. ``state_blocks``: of each sequence's state; 0: the model has none."""
+        tokens; 0: none. ``state_blocks``: of each sequence's state; 0: the model has none. ``model_drafts``:
+        see ``batch_of``."""
         states = StateCache(blocks, state_blocks, block_size)
         self.prompt_blocks = PromptBlocks(blocks, block_size, window, states, for_decode)
         self.blocks, self.block_size = blocks, block_size
-        self.for_decode, self._kv_name = for_decode, kv_name
+        self.for_decode, self._kv_name, self._model_drafts = for_decode, kv_name, model_drafts
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
         self._budget = SizeLimit(max_batch_tokens, STEPS_AT_BUDGET, lambda tokens: 2 * tokens)
         self._aging, self.starving_s = float(max_batch_tokens) if aging is None else aging, starving_s
@@ -167,7 +169,7 @@ class PrefillScheduler:
         if not chunks:
             return None
         self._budget.good_step()
-        batch = batch_of(chunks, self.block_size)
+        batch = batch_of(chunks, self.block_size, self._model_drafts)
         is_full = batch.num_tokens >= most or len(chunks) == self._max_num_seqs
         self._in_flight.append(step := PrefillStep(chunks, batch, is_full, now))
         return step

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import zmq
 
+from ..decode.drafts import DRAFT_LAYERS
 from ..engine.adapters.slots import AdapterSlots
 from ..engine.cache.block_manager import BlockManager
 from ..engine.device import mark_stream
@@ -97,6 +98,7 @@ def live_parts(
             telemetry.name if telemetry is not None else "",
             vocabulary_name(settings.model),
             model.start_phases,
+            DRAFT_LAYERS / model.num_layers if settings.mtp else 0.0,
         ),
         BlockManager(model.num_blocks),
         os.getpid(),

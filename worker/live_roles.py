@@ -48,6 +48,7 @@ class PrefillRole(PlayedRole):
             for_decode=host.for_decode if host and host.mixed else None,
             window=identity.window,
             state_blocks=identity.state_blocks,
+            model_drafts=model.draft_cost > 0,
         )
         self.core = PrefillCore(
             self._meet(),
@@ -83,7 +84,7 @@ class DecodeRole(PlayedRole):
             model.max_model_len,
             model.eos_token_ids,
             window=identity.window,
-            drafts=Drafts(settings.num_speculative_tokens, CHEAP_ROWS[model.device_type]),
+            drafts=Drafts(settings.num_speculative_tokens, CHEAP_ROWS[model.device_type], model.draft_cost),
             state_blocks=identity.state_blocks,
         )
         self.core = DecodeCore(

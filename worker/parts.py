@@ -82,6 +82,7 @@ class ModelFacts:
     device_uuid: str = ""
     vocabulary: str = ""  # its tokenizer's, by name
     start_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of its start, by name
+    draft_cost: float = 0.0  # of a token that it drafts, as a share of a step's time; 0: it drafts none
 
 
 @dataclass(frozen=True, slots=True)

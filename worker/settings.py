@@ -77,8 +77,7 @@ class DecodeSettings(PeerSettings):
         default=0,
         ge=0,
         le=16,
-        description="Most tokens of a sequence that a step drafts, by earlier text; they change no token. 0: "
-        "none.",
+        description="Most tokens of a sequence that a step drafts; they change no token. 0: none.",
     )
 
     @property

@@ -56,6 +56,8 @@ WORKER_COUNTERS = {
     "step_sequences": "Sequences in a worker's steps; by splitserve_worker_steps_total: the mean batch size.",
     "draft_tokens": "Tokens that a decode worker has drafted.",
     "accepted_tokens": "Of these, tokens that were right.",
+    "mtp_draft_tokens": "Of the drafted tokens, those that the model's prediction layer drafted.",
+    "mtp_accepted_tokens": "Of these, tokens that were right.",
     "gpu_energy_joules": "Energy of a worker's GPUs.",
     "gpu_nvlink_receive_bytes": "Bytes received over NVLink.",
     "gpu_nvlink_transmit_bytes": "Bytes sent over NVLink.",

@@ -108,6 +108,10 @@ class Batch:
     adapters        one entry a sequence, or ()   see ``SamplingState.adapter``; (): none has one
     embeds          one entry a sequence, or ()   whether the hidden state of its last token is wanted
     states          None: no layer has one
+    next_ids        int32 [num_seqs] or None      for a model that drafts: the token behind each sequence's
+                                                  last one here, -1: the sampled one; None: -1 for all
+    draft_of        int32 [num_seqs] or None      the row whose token this row's input drafts; -1: it is none
+    num_drafts      int32 [num_seqs] or None      most tokens that the model drafts behind the sampled one
     """
 
     token_ids: NDArray[np.int32]
@@ -123,6 +127,9 @@ class Batch:
     adapters: Seq[str] = ()
     embeds: Seq[bool] = ()
     states: BatchStates | None = None
+    next_ids: NDArray[np.int32] | None = None
+    draft_of: NDArray[np.int32] | None = None
+    num_drafts: NDArray[np.int32] | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -166,6 +173,9 @@ class Batch:
             adapters=adapters_of(self.adapters or [""] * num_rows, chunks.adapters or [""] * chunks.num_seqs),
             embeds=[*[False] * num_rows, *chunks.embeds],
             states=None if self.states is None else self.states.followed_by(chunks.states),
+            next_ids=_with(self.next_ids, chunks.next_ids, num_rows, chunks.num_seqs, none=-1),
+            draft_of=_with(self.draft_of, chunks.draft_of, num_rows, chunks.num_seqs, none=-1),
+            num_drafts=_with(self.num_drafts, chunks.num_drafts, num_rows, chunks.num_seqs, none=0),
         )
 
 
@@ -177,12 +187,14 @@ class StepOutput:
     logprobs        by row, for the sequences whose params ask for them
     prompt_logprobs by row, for the sequences that ask for them: one entry per token of ``next_prompt_ids``
     embeddings      by row, where ``embeds``: float32 [hidden_size], the hidden state behind the last norm
+    drafts          by row, where its input was right: at most ``num_drafts`` tokens behind the sampled one
     """
 
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
 
     def split(self, num_rows: int) -> tuple[StepOutput, StepOutput]:
         """Return the outputs of the first ``num_rows`` sequences and of the others, each with rows of its
@@ -193,6 +205,7 @@ class StepOutput:
                 {row: entry for row, entry in self.logprobs.items() if row < num_rows},
                 {row: entries for row, entries in self.prompt_logprobs.items() if row < num_rows},
                 {row: vector for row, vector in self.embeddings.items() if row < num_rows},
+                self.drafts,  # of decode rows alone
             ),
             StepOutput(
                 self.token_ids[num_rows:],
@@ -201,6 +214,16 @@ class StepOutput:
                 {row - num_rows: vector for row, vector in self.embeddings.items() if row >= num_rows},
             ),
         )
+
+
+def _with(
+    first: NDArray[np.int32] | None, second: NDArray[np.int32] | None, *lengths: int, none: int
+) -> NDArray[np.int32] | None:
+    """Return both, one behind the other; ``none`` fills a missing column."""
+    if first is None and second is None:
+        return None
+    parts = zip((first, second), lengths, strict=True)
+    return np.concatenate([np.full(n, none, np.int32) if part is None else part for part, n in parts])
 
 
 def adapters_of(*names: Seq[str]) -> Seq[str]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from splitserve.decode.core import DecodeCore
-from splitserve.decode.rows import DecodeRows
-from splitserve.decode.text_match import TextMatch
 from splitserve.prefill.core import PrefillCore
 from splitserve.transport.messages.messages import Goodbye
 from splitserve.worker.loop import Worker
@@ -98,20 +95,6 @@ def send_a_layer_that_is_being_computed(patch: Patch) -> None:
     patch.setattr(RunningStep, "num_layers_to_send", broken)
 
 
-def draft_beyond_an_end_token(patch: Patch) -> None:
-    draft = TextMatch.draft
-    patch.setattr(TextMatch, "draft", lambda self, count, stops: draft(self, count, frozenset()))
-
-
-def take_every_draft_for_accepted(patch: Patch) -> None:
-    settle = DecodeRows.settle
-
-    def broken(self: Any, step: Any, token_ids: Any) -> None:
-        settle(self, replace(step, num_draft_tokens=0), token_ids)
-
-    patch.setattr(DecodeRows, "settle", broken)
-
-
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (forget_the_sending_end_of_a_role_that_has_ended, "retirements"),
     (end_one_role_of_a_mixed_worker, "mixed"),
@@ -123,7 +106,5 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (send_a_new_coordinator_no_cache, "coordinators"),
     (forget_the_sequences_of_a_step_that_was_not_run, "window"),
     (send_a_layer_that_is_being_computed, "calm"),
-    (draft_beyond_an_end_token, "drafts in a window"),
-    (take_every_draft_for_accepted, "drafts"),
 ]
 """Each with the scenario in which it is found quickly."""

@@ -89,6 +89,7 @@ class Cluster:
     prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
     window: int = 0  # tokens that a token of the model attends to, 2 or more; 0: all
     drafts: int = 0  # tokens that are drafted of a sequence; then the model mostly repeats prompts
+    mtp: bool = False  # the model drafts, too
     next: float = 0.0  # share of processes, at each start, that are of the next build
     state_blocks: int = 0  # of the model's state of a sequence; 0: it has none
     store: bool = False  # evicted blocks go to a folder of all workers

@@ -149,6 +149,10 @@ NAMED = {
         Cluster(num_mixed=1, num_flexible=1, prefill_blocks=60, decode_blocks=40, drafts=4),
         keyed=0.5,
     ),
+    "drafts of the model": Scenario(
+        replace(MIXED, drain_every=0.5, step_error=0.02, step_no_memory=0.01),
+        Cluster(num_decode=1, num_mixed=1, num_flexible=1, decode_blocks=40, drafts=4, mtp=True),
+    ),
     "drafts in a window": Scenario(
         replace(MIXED, drain_every=0.5, step_error=0.01, step_no_memory=0.01),
         Cluster(num_mixed=1, prefill_blocks=45, decode_blocks=24, window=18, drafts=6),
@@ -247,6 +251,7 @@ def draw_scenario(seed: int) -> Scenario:
     num_borrowing = Random(f"borrowing {seed}").choice([0, 0, 0, 0, 2, 3])
     if num_borrowing and (lends := Random(f"lends {seed}")).random() < 0.5:
         chosen["lend_every"] = EVERYTHING.lend_every * 2 ** lends.uniform(-1.0, 1.0)
+    drafts = Random(f"drafts {seed}").choice([0, 0, 0, 4])
     state_blocks = Random(f"hybrid {seed}").choice([0, 0, 0, 0, 0, 1, 2])
     cluster = Cluster(
         num_mixed=Random(f"mixed {seed}").choice([0, 0, 0, 0, 1, 2]),
@@ -268,17 +273,16 @@ def draw_scenario(seed: int) -> Scenario:
         num_coordinators=random.choice([1, 1, 2, 3]),
         prefill_ahead=random.choice([0.0, 0.5, 1.0]),
         window=Random(f"window {seed}").choice([0, 0, 0, 2, 18, 40]),
-        drafts=Random(f"drafts {seed}").choice([0, 0, 0, 4]),
+        drafts=drafts,
+        mtp=drafts > 0 and Random(f"mtp {seed}").random() < 0.5,
         next=Random(f"next {seed}").choice([0.0, 0.0, 0.0, 0.3, 0.7]),
         store=Random(f"store {seed}").random() < 0.4,
         adapters=adapters,
         num_far=Random(f"far {seed}").choice([0, 0, 0, 0, 0, 2]),
     )
     if state_blocks:  # what such a model is refused
-        fewest = max(cluster.decode_blocks, 40)
-        cluster = replace(
-            cluster, state_blocks=state_blocks, decode_blocks=fewest, window=0, drafts=0, store=False
-        )
+        cluster = replace(cluster, window=0, drafts=0, mtp=False, store=False, state_blocks=state_blocks)
+        cluster = replace(cluster, decode_blocks=max(cluster.decode_blocks, 40))
     keyed = Random(f"keyed {seed}").choice([0.0, 0.0, 0.5, 1.0])
     odd = Random(f"odd {seed}").choice([0.0, 0.0, 0.3])
     rate = random.choice([120.0, 240.0, 480.0])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from simulation.drafter import VirtualDrafter
 from simulation.model import NUM_LAYERS
 from simulation.states import row_states
 
@@ -55,6 +56,7 @@ class VirtualStepDevice:
         self._nearly_done = False  # the one submitted last
         self._broken = False  # the last step that is over failed, or followed one that did
         self._sampled_last: list[int] = []
+        self._drafter = VirtualDrafter(process)
 
     @property
     def busy(self) -> bool:
@@ -72,6 +74,7 @@ class VirtualStepDevice:
 
     def submit(self, step: RunningStep, on_layer: OnLayer | None = None) -> None:
         self._watch_blocks(step)
+        self._drafter.look(step)
         submitted = Submitted(step, on_layer, self.busy)
         self._num_in_flight += 1
         self._nearly_done = False
@@ -101,7 +104,8 @@ class VirtualStepDevice:
         rows = zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), queries, strict=True)
         for table, length, query in rows:
             blocks.update(table[num_behind(length - query, window, size) : -(-length // size)])
-        written = {slot // size for slot in batch.slot_mapping.tolist()}
+        written = {slot // size for slot in batch.slot_mapping.tolist()} | self._drafter.blocks(batch)
+        blocks |= written
         for states in row_states(batch):
             written.update(states.written, states.snapshot)
             blocks.update(states.read, states.written, states.snapshot)
@@ -168,6 +172,8 @@ class VirtualStepDevice:
             self._finish(submitted, Finished(step, None, MemoryError("the adversary says so"), True))
         else:
             self._sampled_last = output.token_ids.tolist()
+            if step.sequences is not None:
+                output = self._drafter.add(step.sequences.step, step.batch, output)
             self._finish(submitted, Finished(step, output, None))
         self._nearly_done = behind is None
         if behind is not None:
@@ -187,7 +193,8 @@ class VirtualStepDevice:
         for row, sequence in list(enumerate(step.sequences))[num_seqs:]:
             before = row - 1 if step.sequences[row - 1] is sequence else step.members.index(sequence)
             right = output.token_ids[before] == step.batch.token_ids[row]
-            self._world.counts[f"drafted tokens that were {'right' if right else 'wrong'}"] += 1
+            what = "of the model" if sequence in step.drafts.by_model else "of the text"
+            self._world.counts[f"drafts {what} that were {'right' if right else 'wrong'}"] += 1
 
     def _token_ids(self, batch: Batch) -> list[int]:
         """Return the batch's tokens, with those that the step before has sampled for it."""

@@ -83,7 +83,8 @@ peers beyond reach|agents ended|puts after their agent's end|completions lost
 writers shut out|words held back|leases left unsettled
 movers tested|movers that copy wrong|copies between devices|copies that hang|ended with a copy that hangs
 communicators made|communicators broken|communicators torn down|late collectives
-drafted tokens that were right|drafted tokens that were wrong
+drafts of the text that were right|drafts of the text that were wrong
+drafts of the model that were right|drafts of the model that were wrong
 steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps made ahead
 kills|connections found gone|freezes|hangs|slow workers|partitions|one-way partitions|spills
 late turns of a coordinator|defects of a coordinator|ends of processes noticed

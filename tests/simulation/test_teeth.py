@@ -20,6 +20,7 @@ import pytest
 from simulation import (
     bugs_of_adapters,
     bugs_of_borrowing,
+    bugs_of_drafts,
     bugs_of_pulls,
     bugs_of_resumption,
     bugs_of_states,
@@ -43,6 +44,7 @@ OF_THE_PATCH = ("AttributeError", "NameError", "TypeError")
 FILES = (
     bugs_of_adapters,
     bugs_of_borrowing,
+    bugs_of_drafts,
     bugs_of_pulls,
     bugs_of_stored_prefixes,
     bugs_of_the_handoff,

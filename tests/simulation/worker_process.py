@@ -51,6 +51,7 @@ TIMES = WorkerTimes(
     handoff=HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0, silence=2.5, test=0.9),
     reach=REACH,
 )
+DRAFT_COST = 0.05
 DRAIN_S = 1.5
 ORPHANED_S = 1.5
 """Without a message of a coordinator."""
@@ -221,6 +222,7 @@ class WorkerProcess(Process):
             borrow=bool(self.home),
             max_num_seqs=cluster.max_num_seqs,
             num_speculative_tokens=cluster.drafts,
+            mtp=cluster.mtp,
             max_batch_tokens=cluster.max_batch_tokens,
             listen="tcp://*:*",
             drain_timeout_s=DRAIN_S,
@@ -232,7 +234,14 @@ class WorkerProcess(Process):
         progress = partial(LayerProgress, self.poll)
         return WorkerParts(
             clock,
-            ModelFacts(self.model, EOS, MAX_MODEL_LEN, VOCABULARY, NUM_LAYERS),
+            ModelFacts(
+                self.model,
+                EOS,
+                MAX_MODEL_LEN,
+                VOCABULARY,
+                NUM_LAYERS,
+                draft_cost=DRAFT_COST * world.scenario.cluster.mtp,
+            ),
             self.blocks,
             self.pid,
             world.hosts[self.host].incarnations(),

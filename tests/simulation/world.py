@@ -11,7 +11,7 @@ Nothing that decides is written again here. To be read in this order:
     channels.py, environment.py      the four protocols of transport/environment.py over these
     model.py, memory.py, states.py      a model whose tokens show every wrong slot, and the oracle
     worker_process.py, worker_role.py      the worker's live loop, and each of its roles as the world sees it
-    step_device.py           what computes its steps
+    step_device.py, drafter.py      what computes its steps, and drafts
     adapters.py              the folder of adapters, and the slots of a process
     coordinator_process.py, coordinator_environment.py      the coordinator, and what its dispatcher is given
     adversary.py, poison.py  what befalls processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,11 +12,13 @@ from splitserve.decode.rows import DecodeResult, DecodeStep
 from splitserve.decode.scheduler import MAX_IN_FLIGHT, DecodeScheduler
 from splitserve.decode.sequences import DecodeSequence
 from splitserve.engine.cache.block_manager import BlockManager
-from splitserve.engine.step.batch import SamplingState, StepOutput
+from splitserve.engine.step.batch import Batch, SamplingState, StepOutput
 from splitserve.transport.messages.blocks import chain
 from splitserve.transport.messages.messages import SamplingParams, u32
 
 BLOCK, EOS, MAX_LEN, ROOT = 4, 10, 96, b"root"
+Guess = Callable[[list[int], int], list[int]]
+"""Returns at most this many tokens behind a text."""
 
 
 def next_token(text: list[int]) -> int:
@@ -34,10 +37,20 @@ def answer(prompt: list[int], max_tokens: int) -> list[int]:
 class Bench:
     """A scheduler, and a device whose next tokens come from the slots that a row's block table names."""
 
-    def __init__(self, num_blocks: int = 40, num_tokens: int = 4, window: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 40,
+        num_tokens: int = 4,
+        window: int = 0,
+        guess: Guess | None = None,
+        max_len: int = MAX_LEN,
+    ) -> None:
+        """``guess``: what the model drafts; None: it does not."""
+        drafts = Drafts(num_tokens, 16, 0.1 if guess else 0.0)
         self.scheduler = DecodeScheduler(
-            BlockManager(num_blocks), BLOCK, 8, MAX_LEN, frozenset([EOS]), window, Drafts(num_tokens, 16)
+            BlockManager(num_blocks), BLOCK, 8, max_len, frozenset([EOS]), window, drafts
         )
+        self.guess = guess
         self.slots = [-1] * (num_blocks * BLOCK)
         self.queue: deque[DecodeStep] = deque()
         self.sampled = np.empty(0, np.int32)
@@ -68,8 +81,9 @@ class Bench:
             self.ended[sequence.key[1]] = "preempted"
         self.scheduler.preempted.clear()
         if step is not None:
-            drafts = {len(other.members) < len(other.sequences) for other in (*self.queue, step)}
-            assert len(self.queue) < (1 if True in drafts else MAX_IN_FLIGHT), "drafts need the newest tokens"
+            steps = (*self.queue, step)
+            drafts = any(s.num_draft_tokens or s.batch.num_drafts is not None for s in steps)
+            assert len(self.queue) < (1 if drafts else MAX_IN_FLIGHT), "drafts need the newest tokens"
             self.queue.append(step)
             slots = step.batch.slot_mapping.tolist()
             assert len(set(slots)) == len(slots)
@@ -77,8 +91,9 @@ class Bench:
                 assert self.scheduler.blocks._references[slot // BLOCK] == 1
         return step
 
-    def run(self) -> tuple[DecodeStep, DecodeResult]:
-        """Every row writes its slot before any row reads, as in each layer of a model."""
+    def run(self, drafts: dict[int, list[int]] | None = None) -> tuple[DecodeStep, DecodeResult]:
+        """Every row writes its slot before any row reads, as in each layer of a model. ``drafts``: of the
+        model, in place of its guess."""
         step = self.queue.popleft()
         batch = step.batch
         assert batch.fed_from is not None
@@ -87,7 +102,9 @@ class Bench:
             self.slots[slot] = token
         rows = zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), step.sequences, strict=True)
         self.sampled = np.array([self._sample(*row) for row in rows], np.int32)
-        result = self.scheduler.complete(step, StepOutput(self.sampled))
+        guessed = self._drafts(batch)
+        output = StepOutput(self.sampled, drafts=guessed if drafts is None else drafts)
+        result = self.scheduler.complete(step, output)
         for row, reason in result.finished.items():
             self.ended[step.sequences[row].key[1]] = reason
         num = len(step.members)
@@ -131,5 +148,33 @@ class Bench:
                     assert self.slots[block * BLOCK : (block + 1) * BLOCK] == text
         assert known.issuperset(self.scheduler.blocks.cached_hashes())
 
+    def _drafts(self, batch: Batch) -> dict[int, list[int]]:
+        """Return those of each right row that asks for some. The last one of a sequence also writes behind
+        its token, when everything has been read."""
+        if batch.num_drafts is None or self.guess is None:
+            return {}
+        assert batch.fed_from is not None
+        assert set(batch.fed_from.tolist()) == {-1}
+        links = [-1] * batch.num_seqs if batch.draft_of is None else batch.draft_of.tolist()
+        right, tables = list[bool](), batch.block_tables.tolist()
+        for before, token in zip(links, batch.token_ids.tolist(), strict=True):
+            right.append(before < 0 or (right[before] and int(self.sampled[before]) == token))
+        followed = {links[row] for row, is_right in enumerate(right) if is_right}
+        drafts = {}
+        for row, count in enumerate(batch.num_drafts.tolist()):
+            length = int(batch.seq_lens[row])
+            if right[row] and count:
+                text = self._text(tables[row], length)
+                drafts[row] = self.guess([*text, int(self.sampled[row])], count)
+                if row not in followed:
+                    for at in range(length, length + count - 1):
+                        slot = tables[row][at // BLOCK] * BLOCK + at % BLOCK
+                        assert self.scheduler.blocks._references[slot // BLOCK] == 1
+                        self.slots[slot] = -7
+        return drafts
+
+    def _text(self, table: list[int], length: int) -> list[int]:
+        return [self.slots[table[at // BLOCK] * BLOCK + at % BLOCK] for at in range(length)]
+
     def _sample(self, table: list[int], length: int, sequence: DecodeSequence) -> int:
-        return next_token([self.slots[table[at // BLOCK] * BLOCK + at % BLOCK] for at in range(length)])
+        return next_token(self._text(table, length))
