@@ -152,6 +152,11 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         description="Most adapters of lora_folder that are served at a time.",
     )
     max_lora_rank: int = Field(default=16, ge=1, le=512, description="Largest rank of an adapter.")
+    mtp: bool = Field(
+        default=False,
+        description="Load the layer by which the model itself drafts tokens (DeepSeek-V3, GLM-4.5 to 4.7); "
+        "the same on all workers. The KV cache has a layer more.",
+    )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,
@@ -234,6 +239,8 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
             )
         if self.num_blocks is not None and self.kv_cache_gib is not None:
             raise ValueError("--num-blocks and --kv-cache-gib both size the KV cache: give one")
+        if self.mtp and self.runner != "model":
+            raise ValueError("--mtp needs --runner model: a paced worker computes nothing")
         if self.lora_folder is not None and self.runner != "model":
             raise ValueError("--lora-folder needs --runner model: a paced worker computes nothing")
         if _LIKE_A_URL.match(self.kv_store):

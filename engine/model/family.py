@@ -13,6 +13,19 @@ from .recurrent_config import RecurrentConfig
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionNames:
+    """Names within the layer behind the last, which predicts further tokens (``prediction_layer.py``).
+    ``head`` and ``embed`` are mostly copies of the model's own."""
+
+    token_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    joined: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    head: str = "shared_head.head"
+    embed: str = "embed_tokens"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names in the checkpoint, without ``.weight`` and ``.bias``. The layer's are within ``layer``.
 
@@ -42,6 +55,7 @@ class TensorNames:
     sinks: str = ""  # the whole name; see ``AttentionInputs``
     kv_scales: tuple[str, str] = ("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale")  # {0}: k or v
     recurrent: TensorNames | None = None  # norms of recurrent layers, where they have other names
+    prediction: PredictionNames | None = None
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
 
 

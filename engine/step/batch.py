@@ -219,7 +219,7 @@ class StepOutput:
 def _with(
     first: NDArray[np.int32] | None, second: NDArray[np.int32] | None, *lengths: int, none: int
 ) -> NDArray[np.int32] | None:
-    """Return both, one behind the other; ``none`` stands for one that is None beside one that is not."""
+    """Return both, one behind the other; ``none`` fills a missing column."""
     if first is None and second is None:
         return None
     parts = zip((first, second), lengths, strict=True)
