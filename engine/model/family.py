@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ModelConfigError
@@ -14,15 +14,35 @@ from .recurrent_config import RecurrentConfig
 
 @dataclass(frozen=True, slots=True)
 class PredictionNames:
-    """Names within the layer behind the last, which predicts further tokens (``prediction_layer.py``).
-    ``head`` and ``embed`` are mostly copies of the model's own."""
+    """Names of the layer behind the last, which predicts further tokens (``prediction_layer.py``), and of
+    its own tensors; {0}: the layer's name.
 
-    token_norm: str = "enorm"
-    hidden_norm: str = "hnorm"
-    joined: str = "eh_proj"
-    norm: str = "shared_head.norm"
-    head: str = "shared_head.head"
-    embed: str = "embed_tokens"
+    layer  "": it has the next number among the model's layers
+    head, embed  mostly copies of the model's own; "": there are none
+    dense  it has no experts, also where the model's last layer has them
+    """
+
+    layer: str = ""
+    token_norm: str = "{0}.enorm"
+    hidden_norm: str = "{0}.hnorm"
+    joined: str = "{0}.eh_proj"
+    norm: str = "{0}.shared_head.norm"
+    head: str = "{0}.shared_head.head"
+    embed: str = "{0}.embed_tokens"
+    dense: bool = False
+
+    def of(self, layer: str) -> PredictionNames:
+        """Whole names, of the layer of this name."""
+        return replace(
+            self,
+            layer=layer,
+            token_norm=self.token_norm.format(layer),
+            hidden_norm=self.hidden_norm.format(layer),
+            joined=self.joined.format(layer),
+            norm=self.norm.format(layer),
+            head=self.head.format(layer),
+            embed=self.embed.format(layer),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +76,11 @@ class TensorNames:
     kv_scales: tuple[str, str] = ("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale")  # {0}: k or v
     recurrent: TensorNames | None = None  # norms of recurrent layers, where they have other names
     prediction: PredictionNames | None = None
+    behind: tuple[int, str] = (-1, "")  # number and name of the layer of ``prediction`` where it is loaded
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
+
+    def layer_name(self, number: int) -> str:
+        return self.behind[1] if number == self.behind[0] else self.layer.format(number)
 
 
 @dataclass(frozen=True, slots=True)

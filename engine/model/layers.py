@@ -202,7 +202,7 @@ class LayerLoader:
             scales = (given or [torch.ones(1)])[0].flatten().expand(config.num_kv_heads)
             return scales[self.rank.kv_heads(config.num_kv_heads)].to(self.device)
 
-        layers = map(config.tensors.layer.format, range(config.num_layers + config.predicts))
+        layers = map(config.tensors.layer_name, range(config.num_layers + config.predicts))
         pairs = [[scale(layer, of) for of in "kv"] for layer in layers]
         return torch.stack([torch.stack(pair) for pair in pairs]).contiguous()
 

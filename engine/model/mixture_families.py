@@ -77,6 +77,10 @@ MIXTURES: dict[str, Family] = {
                 *TensorNames().ignored, "model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
                 "model.mtp_linear_proj.",
             ),
+            prediction=PredictionNames(  # as Baidu's FastDeploy runs it: the norm is the model's own
+                "model.mtp_block.0", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0",
+                "model.mtp_linear_proj.0", "model.norm", head="", embed="", dense=True,
+            ),
         ),
         mixture=replace(
             DEEPSEEK_MIXTURE, correction="mlp.moe_statics.e_score_correction_bias", in_a_row=True

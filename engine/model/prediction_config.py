@@ -11,8 +11,8 @@ from .families import FAMILIES
 
 
 def with_prediction(config: ModelConfig) -> ModelConfig:
-    """Return the configuration with the first of its further layers, of the same kind as the last one, to be
-    loaded. Raises ModelConfigError where the family or the checkpoint has no such layer."""
+    """Return the configuration with the first of its further layers to be loaded, with attention as of the
+    last one. Raises ModelConfigError where the family or the checkpoint has no such layer."""
     names, mixture, quantisation = config.tensors.prediction, config.mixture, config.quantisation
     if quantisation is not None and not quantisation.schemes:
         raise ModelConfigError(
@@ -30,13 +30,16 @@ def with_prediction(config: ModelConfig) -> ModelConfig:
             "--mtp: config.json names no layer that predicts further tokens (num_nextn_predict_layers): "
             "leave it out"
         )
+    names = names.of(names.layer or config.tensors.layer.format(config.num_layers))
     if mixture is not None:
-        mixture = replace(mixture, layers=(*mixture.layers, mixture.layers[-1]))
+        mixture = replace(mixture, layers=(*mixture.layers, mixture.layers[-1] and not names.dense))
     if quantisation is not None:  # published checkpoints keep both in bfloat16, whether they list them or not
-        quantisation = replace(quantisation, ignored=(*quantisation.ignored, names.joined, names.head))
+        wide = (names.joined, *([names.head] if names.head else ()))
+        quantisation = replace(quantisation, ignored=(*quantisation.ignored, *wide))
     return replace(
         config,
         predicts=True,
+        tensors=replace(config.tensors, prediction=names, behind=(config.num_layers, names.layer)),
         mixture=mixture,
         quantisation=quantisation,
         sliding_windows=(*config.sliding_windows, config.sliding_windows[-1]),

@@ -27,24 +27,20 @@ class PredictionLayer:
     """``table``, ``head``: None: those of the model."""
 
     def __init__(self, config: ModelConfig, load: LayerLoader, layer: DecoderLayer, slots: StepSlots) -> None:
-        t, names, name = (
-            config.tensors,
-            config.tensors.prediction,
-            config.tensors.layer.format(config.num_layers),
-        )
+        t, names = config.tensors, config.tensors.prediction
         assert names is not None, "checked by with_prediction"
         self._layer, self._slots, self._kernels, self._eps = layer, slots, load.kernels, config.residual_eps
         self._token_norm, self._hidden_norm, self._norm = (
-            load.norm(f"{name}.{of}", float(config.unit_norms))
+            load.norm(of, float(config.unit_norms))
             for of in (names.token_norm, names.hidden_norm, names.norm)
         )
-        self._joined = load.whole(f"{name}.{names.joined}", bias=False)
+        self._joined = load.whole(names.joined, bias=False)
         self.table = self.head = None
         model_head = t.embed if config.tie_word_embeddings else t.head
-        if load.differ(f"{name}.{names.embed}", t.embed):
-            self.table = load.vocabulary_table(f"{name}.{names.embed}")
-        if load.differ(f"{name}.{names.head}", model_head):
-            self.head = load.vocabulary_head(f"{name}.{names.head}")
+        if load.differ(names.embed, t.embed):
+            self.table = load.vocabulary_table(names.embed)
+        if load.differ(names.head, model_head):
+            self.head = load.vocabulary_head(names.head)
 
     def project(
         self, embedded: Tensor, hidden: Tensor, inputs: StepInputs, pool: Tensor
@@ -69,9 +65,8 @@ def check_layer(config: ModelConfig, source: TensorSource) -> None:
     names = config.tensors.prediction
     if names is None or not config.predicts:
         return
-    name = f"{config.tensors.layer.format(config.num_layers)}.{names.joined}.weight"
-    if not source.has(name):
+    if not source.has(f"{names.joined}.weight"):
         raise ModelConfigError(
-            f"--mtp: the checkpoint holds no layer that predicts further tokens ({name} is not there): leave "
-            "it out, or take a version of the checkpoint with that layer"
+            f"--mtp: the checkpoint holds no layer that predicts further tokens ({names.joined} is not "
+            "there): leave it out, or take a version of the checkpoint with that layer"
         )

@@ -27,7 +27,7 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         (t.up, c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.down, c.hidden_size, c.intermediate_size, c.mlp_bias),
     ]
-    for index, layer in enumerate(map(t.layer.format, range(c.num_layers + c.predicts))):
+    for index, layer in enumerate(map(t.layer_name, range(c.num_layers + c.predicts))):
         projections, norms = _attention(c, index)
         if c.recurrent is not None and c.recurrent.layers[index]:
             projections.clear()
@@ -60,12 +60,9 @@ def _prediction(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     names = c.tensors.prediction
     if not c.predicts or names is None:
         return {}
-    layer = c.tensors.layer.format(c.num_layers)
-    expected: dict[str, tuple[int, ...]] = {
-        f"{layer}.{norm}.weight": (c.hidden_size,)
-        for norm in (names.token_norm, names.hidden_norm, names.norm)
-    }
-    return expected | {f"{layer}.{names.joined}.weight": (c.hidden_size, 2 * c.hidden_size)}
+    norms = (names.token_norm, names.hidden_norm, names.norm)
+    expected: dict[str, tuple[int, ...]] = {f"{norm}.weight": (c.hidden_size,) for norm in norms}
+    return expected | {f"{names.joined}.weight": (c.hidden_size, 2 * c.hidden_size)}
 
 
 def _attention(
@@ -97,7 +94,7 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     ignored = (*t.ignored, *(f"{t.layer.format(i)}." for i in further))
     if config.predicts and t.prediction is not None:
         copies = (t.prediction.head, t.prediction.embed)
-        ignored += tuple(f"{t.layer.format(config.num_layers)}.{name}.weight" for name in copies)
+        ignored += tuple(f"{name}.weight" for name in copies if name)
     ignored = (*ignored, *(f".{name.format(of)}" for name in t.kv_scales for of in "kv"))
     if config.quantisation is not None:
         ignored = (*ignored, *BESIDE)

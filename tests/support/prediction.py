@@ -23,7 +23,12 @@ from .engines import engine_config
 from .families import ALL_FAMILIES, SMALL, VOCAB_SIZE
 from .models import make_checkpoint
 
-FAMILIES = ("deepseek3", "glm4_moe", "glm4_moe_lite")
+FAMILIES = ("deepseek3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite")
+ERNIE = {
+    "enorm": "model.mtp_emb_norm.0",
+    "hnorm": "model.mtp_hidden_norm.0",
+    "eh_proj": "model.mtp_linear_proj.0",
+}
 NORMS = ("enorm", "hnorm", "shared_head.norm")
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 
@@ -115,6 +120,13 @@ def make_predicting(
     (folder / "config.json").write_text(json.dumps(config))
     file, layer = folder / "model.safetensors", f"model.layers.{count - 1}"
     tensors = load_file(file)
+    if family == "ernie4_5_moe":
+        block, of_layer = "model.mtp_block.0.", f"{layer}."
+        tensors = {name.replace(of_layer, block): tensor for name, tensor in tensors.items()}
+        tensors |= {f"{name}.weight": further[of] for of, name in ERNIE.items()}
+        further["shared_head.norm"] = tensors["model.norm.weight"]
+        save_file(tensors, file, metadata={"format": "pt"})
+        return Reference(model, further)
     tensors |= {f"{layer}.{name}.weight": tensor for name, tensor in further.items()}
     tensors[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()

@@ -52,6 +52,17 @@ def test_the_layer_counts_among_the_weights(tmp_path: Path) -> None:
     assert weight_bytes(with_prediction(plain), 2) - weight_bytes(plain, 2) == more
 
 
+def test_a_layer_of_another_name_is_quantised_at_load_like_the_others(tmp_path: Path) -> None:
+    make_predicting(tmp_path, "ernie4_5_moe")
+    plain = ModelConfig.from_folder(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    more = sum(
+        of.numel() for name, of in stored.items() if name.startswith(("model.mtp_block", "model.mtp_l"))
+    )
+    found = [weight_bytes(each, 2, "int8") for each in (with_prediction(plain), plain)]
+    assert found[0] - found[1] == more + 2 * 2 * 64, "and two norms"
+
+
 def test_copies_that_differ_are_used(tmp_path: Path) -> None:
     """A head that is the model's backwards drafts the tokens that mirror those of the model's head."""
     reference = make_predicting(tmp_path, "glm4_moe")
