@@ -10,6 +10,7 @@ from .cache.kv_cache import KVCacheLayout, PoolAllocator
 from .cache.kv_cache_size import KVCacheWish, gpu_room, step_bytes
 from .errors import ModelConfigError
 from .model.config import ModelConfig
+from .model.prediction_config import with_prediction
 from .settings import WorkerSettings
 
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
@@ -27,6 +28,12 @@ class EngineConfig:
     max_decode_seqs: int = 0  # on GPUs: ``warm_up`` captures decode steps of up to this many as graphs
     max_prefill_tokens: int = 0  # on GPUs: the largest prefill step, which ``warm_up`` tries
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
+
+
+def model_config(settings: WorkerSettings) -> ModelConfig:
+    """Raises ModelConfigError."""
+    config = ModelConfig.from_folder(settings.model)
+    return with_prediction(config) if settings.mtp else config
 
 
 def check_formats(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from .engine_config import (
     check_formats,
     gpu_room_of,
     max_model_len,
+    model_config,
     wish_of,
 )
 from .errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
@@ -61,7 +62,7 @@ class LoadedModel:
         """``first``: of rank 0, for the others. Raises EngineError with what to do."""
         self.phases, settings = StartPhases(), engine.settings
         self.rank, self._engine = rank, engine
-        config = ModelConfig.from_folder(settings.model)
+        config = model_config(settings)
         self.device = select_device(settings.device, rank.number, rank.size)
         check_formats(settings, config, self.device)
         check_split(config, rank.size, settings.exact)
@@ -155,12 +156,9 @@ class LoadedModel:
             dtypes = f"{self.dtype} {cache_dtype}".replace("torch.", "")
             self.kv_name = f"{weights_name} {dtypes} {self.numerics}"
             layout, group = KVCacheLayout.of(self.config, block_size, cache_dtype), self.kernels.key_group
-            if self.config.states is not None:
-                self.config.states.num_blocks(
-                    block_size, cache_dtype.itemsize
-                )  # whether blocks can hold them
             if group > 1 and (layout.planes, block_size % group) == (2, 0):
                 self.kv_name += f", keys by {group}"
+            self.kv_name += " mtp" * settings.mtp
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
             weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ...engine.cache.kv_cache import KVCache, KVCacheLayout
 from ...engine.model.config import ModelConfig, parse_config
-from ...engine.model.decoder import AttentionMetadata, DecoderModel
+from ...engine.model.decoder import DecoderModel
 from ...engine.model.layers import LayerLoader, TensorSource
+from ...engine.model.step_inputs import AttentionMetadata
 from ...engine.step.batch import Batch
 from ...engine.step.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
 from ...engine.step.metadata import attention_metadata, metadata_arrays

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from ...engine.model.config import parse_config
-from ...engine.model.decoder import AttentionMetadata, DecoderModel
+from ...engine.model.decoder import DecoderModel
 from ...engine.model.layers import LayerLoader
+from ...engine.model.step_inputs import AttentionMetadata
 from ...kernels.measured_choice import KernelChoices
 from ...kernels.native_cpu import NativeCpuKernels
 from ...kernels.native_linear import measured_instruction_set

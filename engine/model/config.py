@@ -66,7 +66,8 @@ class ModelConfig:
     side_by_side: bool = False  # see ``rope.rows_side_by_side``
     full_heads: FullHeads | None = None  # of layers without a window, where they differ
     recurrent: RecurrentConfig | None = None  # layers with a state in place of keys and values
-    further_layers: int = 0  # behind the last: they predict further tokens, and are not used
+    further_layers: int = 0  # behind the last: they predict further tokens
+    predicts: bool = False  # the first of them is used: see ``prediction_config.py``
 
     @property
     def max_model_len(self) -> int:
@@ -81,7 +82,7 @@ class ModelConfig:
     def window(self) -> int:
         """Tokens that a token attends to at most, in any layer; 0: some layer attends to all."""
         windows = [window for window in self.sliding_windows if window is not None]
-        return max(windows) if windows and len(windows) == self.num_layers else 0
+        return max(windows) if windows and len(windows) == len(self.sliding_windows) else 0
 
     @property
     def residual_eps(self) -> float:
@@ -101,7 +102,7 @@ class ModelConfig:
 
     @property
     def num_cache_layers(self) -> int:
-        return self.cache_layer(self.num_layers - 1) + 1
+        return self.cache_layer(self.num_layers - 1) + 1 + self.predicts
 
     def tensors_of(self, layer: int) -> TensorNames:
         recurrent = self.recurrent is not None and self.recurrent.layers[layer]

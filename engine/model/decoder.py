@@ -20,76 +20,30 @@ V: vocab_size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels.interface import AttentionInputs, FusedLayers, RopeInputs
-from ...kernels.states import StateInputs
+from ...kernels.interface import AttentionInputs, FusedLayers, Linear, RopeInputs
 from .adapters import StepSlots
 from .config import ModelConfig
 from .decoder_layer import DecoderLayer
-from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, LatentChunks, latent_chunks
+from .gguf_blocks import QuantisedTable
+from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, latent_chunks
 from .layers import LayerLoader
+from .prediction_layer import PredictionLayer, check_layer
 from .ranks import of_rank
 from .recurrent_layer import RecurrentLayer, run_recurrent
 from .rope import cos_sin_table, query_factors
+from .step_inputs import AttentionMetadata, StepInputs
 from .tensors import expected_tensors, ignored_tensors
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """What attention needs to know of one step's batch, as tensors on the model's device.
-
-    positions       int32 [num_tokens]
-    query_start_loc int32 [num_seqs + 1]
-    seq_lens        int32 [num_seqs]              KV length, this step's tokens included
-    block_tables    int32 [num_seqs, max_blocks]
-    slot_mapping    int64 [num_tokens]
-    max_query_len   tokens of the longest chunk; None: the host does not know it, as in a graph
-    adapters        int32 [num_tokens], see ``StepSlots``; None: no row has one
-    states          of the sequences' recurrent layers; None: the model has none
-    """
-
-    positions: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
-    slot_mapping: Tensor
-    max_query_len: int | None = None
-    adapters: Tensor | None = None
-    states: StateInputs | None = None
-
-    def of_rows(self, rows: Tensor) -> AttentionMetadata:
-        """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
-        that token. Row -1 is padding: a sequence of no tokens. For the last layer: its states are written."""
-        sequences = torch.searchsorted(self.query_start_loc, rows.int(), right=True) - 1
-        return AttentionMetadata(
-            positions=self.positions[rows],
-            query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
-            seq_lens=(self.positions[rows] + 1) * (rows >= 0),
-            block_tables=self.block_tables[sequences],
-            slot_mapping=self.slot_mapping[rows],
-            adapters=None if self.adapters is None else self.adapters[rows],
-        )
-
-
-class StepInputs(NamedTuple):
-    """What the layers of one step share. One object for all: plans of attention are made once."""
-
-    rope: RopeInputs
-    attention: AttentionInputs
-    adapters: Tensor | None
-    states: StateInputs | None = None
-    chunks: LatentChunks | None = None
 
 
 class DecoderModel:
     def __init__(
         self, config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool = False
     ) -> None:
+        check_layer(config, load.checkpoint)
         load.checkpoint.check(expected_tensors(config), ignored_tensors(config))
         self._config, self.rank = of_rank(config, load.rank), load.rank
         self._kernels = load.kernels
@@ -134,6 +88,11 @@ class DecoderModel:
             self._head = load.vocabulary_head(embed, self._embed_table)
         else:
             self._head = load.vocabulary_head(head)
+        self.prediction: PredictionLayer | None = None  # packed last: files of packed weights fit without it
+        if config.predicts:
+            behind = layer(config.num_layers)
+            assert isinstance(behind, DecoderLayer), "no family with recurrent layers has names for it"
+            self.prediction = PredictionLayer(config, load, behind, self._slots)
         self._kv_scales = load.kv_scales(config) if fp8_cache else None
         embedding = config.scales.embedding / config.scales.residual
         if config.scales.rounds_embedding:
@@ -171,6 +130,10 @@ class DecoderModel:
         inputs, last = self.inputs(metadata), len(self._layers) - 1
         if self._expands is not None and len(token_ids) >= FEWEST_TOKENS:
             inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
+        if rows is None and inputs.chunks is not None:
+            hidden = self.run_layers(0, last + 1, None, residual, inputs, pool, on_layer)
+            assert hidden is not None
+            return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
         hidden = self.run_layers(0, last, None, residual, inputs, pool, on_layer)
         q = self.project_last(hidden, residual, inputs, pool)
         if on_layer is not None:
@@ -181,13 +144,13 @@ class DecoderModel:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the KV cache."""
+        """Number of layers of the KV cache, without that of ``prediction``."""
         return len(self._layers)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor | QuantisedTable | None = None) -> Tensor:
         """The residual [T, E] before the first layer, divided by ``Scales.residual``: see
-        ``ModelConfig.residual_eps``."""
-        table = self._embed_table
+        ``ModelConfig.residual_eps``. ``table``: None: the model's own."""
+        table = self._embed_table if table is None else table
         if isinstance(table, Tensor):
             residual = self._kernels.embedding(table, token_ids, self._dtype)
         else:
@@ -283,9 +246,10 @@ class DecoderModel:
         report(last + 1)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Final hidden states [n, E] -> float32 [n, V], in ``out`` if given."""
-        logits = self.rank.joined(self._head(hidden), self._config.vocab_size)
+    def logits(self, hidden: Tensor, out: Tensor | None = None, head: Linear | None = None) -> Tensor:
+        """Final hidden states [n, E] -> float32 [n, V], in ``out`` if given. ``head``: None: the model's
+        own."""
+        logits = self.rank.joined((head or self._head)(hidden), self._config.vocab_size)
         logits = logits.float() if out is None else out.copy_(logits)
         factor, softcap = self._config.scales.logits, self._config.logits_softcap
         if softcap:

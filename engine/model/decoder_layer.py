@@ -31,7 +31,7 @@ class DecoderLayer:
         query_factors: Tensor | None = None,
     ) -> None:
         """``query_factors``: see ``rope.query_factors``."""
-        t, name = config.tensors, config.tensors.layer.format(index)
+        t, name = config.tensors, config.tensors.layer_name(index)
         rank, heads = load.rank, config.heads_of(index)
         sizes = heads.head_dim, config.num_heads, heads.num_kv_heads
         rows = rows_of_qkv(config.ropes[index], *sizes)

@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ModelConfigError
 from .family_rules import Scales, Windows, full_attention, plain_scales
 from .mixture_config import MixtureNames
 from .recurrent_config import RecurrentConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionNames:
+    """Names of the layer behind the last, which predicts further tokens (``prediction_layer.py``), and of
+    its own tensors; {0}: the layer's name.
+
+    layer  "": it has the next number among the model's layers
+    head, embed  mostly copies of the model's own; "": there are none
+    dense  it has no experts, also where the model's last layer has them
+    """
+
+    layer: str = ""
+    token_norm: str = "{0}.enorm"
+    hidden_norm: str = "{0}.hnorm"
+    joined: str = "{0}.eh_proj"
+    norm: str = "{0}.shared_head.norm"
+    head: str = "{0}.shared_head.head"
+    embed: str = "{0}.embed_tokens"
+    dense: bool = False
+
+    def of(self, layer: str) -> PredictionNames:
+        """Whole names, of the layer of this name."""
+        return replace(
+            self,
+            layer=layer,
+            token_norm=self.token_norm.format(layer),
+            hidden_norm=self.hidden_norm.format(layer),
+            joined=self.joined.format(layer),
+            norm=self.norm.format(layer),
+            head=self.head.format(layer),
+            embed=self.embed.format(layer),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +75,12 @@ class TensorNames:
     sinks: str = ""  # the whole name; see ``AttentionInputs``
     kv_scales: tuple[str, str] = ("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale")  # {0}: k or v
     recurrent: TensorNames | None = None  # norms of recurrent layers, where they have other names
+    prediction: PredictionNames | None = None
+    behind: tuple[int, str] = (-1, "")  # number and name of the layer of ``prediction`` where it is loaded
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
+
+    def layer_name(self, number: int) -> str:
+        return self.behind[1] if number == self.behind[0] else self.layer.format(number)
 
 
 @dataclass(frozen=True, slots=True)

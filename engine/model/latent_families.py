@@ -7,7 +7,7 @@ from dataclasses import replace
 from .family import Family, TensorNames
 from .family_rules import deepseek_scales
 from .mixture_config import MixtureNames
-from .mixture_families import DEEPSEEK_3, DEEPSEEK_MIXTURE
+from .mixture_families import DEEPSEEK_3, DEEPSEEK_MIXTURE, MIXTURES
 
 LATENT: dict[str, Family] = {
     "AXK1ForCausalLM": replace(
@@ -23,7 +23,7 @@ LATENT: dict[str, Family] = {
         defaults={**DEEPSEEK_3.defaults, "first_k_dense_replace": 1},
     ),
     "Glm4MoeLiteForCausalLM": replace(
-        DEEPSEEK_3,
+        MIXTURES["DeepseekV3ForCausalLM"],
         defaults={
             **DEEPSEEK_3.defaults, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
             "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,

@@ -50,7 +50,7 @@ class MixtureBeside(NamedTuple):
 
 class LayerMlp:
     def __init__(self, config: ModelConfig, index: int, load: LayerLoader) -> None:
-        t, name, rank = config.tensors_of(index), config.tensors.layer.format(index), load.rank
+        t, name, rank = config.tensors_of(index), config.tensors.layer_name(index), load.rank
         self._kernels, self._eps = load.kernels, config.residual_eps
         self._inner_eps = config.rms_norm_eps
         offset = float(config.unit_norms)

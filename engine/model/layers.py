@@ -193,7 +193,7 @@ class LayerLoader:
         return table if self.device.type == "cpu" else table.to(self.device, self.dtype)
 
     def kv_scales(self, config: ModelConfig) -> Tensor:
-        """float32 [num_layers, 2, num_kv_heads]: the checkpoint's scales, of all heads or of each; 1 where it
+        """float32 [layers, 2, num_kv_heads]: the checkpoint's scales, of all heads or of each; 1 where it
         has none."""
 
         def scale(layer: str, of: str) -> Tensor:
@@ -202,7 +202,7 @@ class LayerLoader:
             scales = (given or [torch.ones(1)])[0].flatten().expand(config.num_kv_heads)
             return scales[self.rank.kv_heads(config.num_kv_heads)].to(self.device)
 
-        layers = map(config.tensors.layer.format, range(config.num_layers))
+        layers = map(config.tensors.layer_name, range(config.num_layers + config.predicts))
         pairs = [[scale(layer, of) for of in "kv"] for layer in layers]
         return torch.stack([torch.stack(pair) for pair in pairs]).contiguous()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .family import Family, TensorNames
+from .family import Family, PredictionNames, TensorNames
 from .family_rules import (
     deepseek_scales,
     granite_scales,
@@ -60,7 +60,9 @@ MIXTRAL_MIXTURE = MixtureNames(
 )  # fmt: skip
 MIXTURES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": DEEPSEEK_2,
-    "DeepseekV3ForCausalLM": DEEPSEEK_3,
+    "DeepseekV3ForCausalLM": replace(
+        DEEPSEEK_3, tensors=replace(DEEPSEEK_3.tensors, prediction=PredictionNames())
+    ),
     "Dots1ForCausalLM": Family(
         o_bias="attention_bias", qk_norm="head", windows=windows_by_layer, mixture=DEEPSEEK_MIXTURE,
         defaults={
@@ -75,6 +77,10 @@ MIXTURES: dict[str, Family] = {
                 *TensorNames().ignored, "model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
                 "model.mtp_linear_proj.",
             ),
+            prediction=PredictionNames(  # as Baidu's FastDeploy runs it: the norm is the model's own
+                "model.mtp_block.0", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0",
+                "model.mtp_linear_proj.0", "model.norm", head="", embed="", dense=True,
+            ),
         ),
         mixture=replace(
             DEEPSEEK_MIXTURE, correction="mlp.moe_statics.e_score_correction_bias", in_a_row=True
@@ -88,7 +94,7 @@ MIXTURES: dict[str, Family] = {
     "ExaoneMoEForCausalLM": EXAONE,  # the name by which vLLM serves K-EXAONE
     "ExaoneMoeForCausalLM": EXAONE,
     "Glm4MoeForCausalLM": Family(
-        qk_norm="head", mixture=DEEPSEEK_MIXTURE,
+        qk_norm="head", mixture=DEEPSEEK_MIXTURE, tensors=TensorNames(prediction=PredictionNames()),
         defaults={
             **CORRECTED, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": False,
             "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1,

@@ -27,7 +27,7 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         (t.up, c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.down, c.hidden_size, c.intermediate_size, c.mlp_bias),
     ]
-    for index, layer in enumerate(map(t.layer.format, range(c.num_layers))):
+    for index, layer in enumerate(map(t.layer_name, range(c.num_layers + c.predicts))):
         projections, norms = _attention(c, index)
         if c.recurrent is not None and c.recurrent.layers[index]:
             projections.clear()
@@ -52,7 +52,17 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         expected |= {f"{layer}.{name}.weight": shape for name, shape in norms}
         expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in present}
         expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in present if bias}
-    return expected
+    return expected | _prediction(c)
+
+
+def _prediction(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Those that the layer behind the last has beside a decoder layer's own."""
+    names = c.tensors.prediction
+    if not c.predicts or names is None:
+        return {}
+    norms = (names.token_norm, names.hidden_norm, names.norm)
+    expected: dict[str, tuple[int, ...]] = {f"{norm}.weight": (c.hidden_size,) for norm in norms}
+    return expected | {f"{names.joined}.weight": (c.hidden_size, 2 * c.hidden_size)}
 
 
 def _attention(
@@ -80,8 +90,11 @@ def _attention(
 def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Endings of names that a checkpoint may hold beside the expected ones; with a dot last: beginnings."""
     t = config.tensors
-    further = range(config.num_layers, config.num_layers + config.further_layers)
+    further = range(config.num_layers + config.predicts, config.num_layers + config.further_layers)
     ignored = (*t.ignored, *(f"{t.layer.format(i)}." for i in further))
+    if config.predicts and t.prediction is not None:
+        copies = (t.prediction.head, t.prediction.embed)
+        ignored += tuple(f"{name}.weight" for name in copies if name)
     ignored = (*ignored, *(f".{name.format(of)}" for name in t.kv_scales for of in "kv"))
     if config.quantisation is not None:
         ignored = (*ignored, *BESIDE)

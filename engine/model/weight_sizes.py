@@ -14,7 +14,9 @@ QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 4.5 / 8}
 def weight_bytes(config: ModelConfig, itemsize: int, quantization: str = "none") -> int:
     """Bytes of all weights, at ``itemsize`` bytes an element where it is not quantised."""
     linear = QUANTISED_BYTES.get(quantization, itemsize)
-    layers = config.tensors.layer.format("")
+    layers: tuple[str, ...] = (config.tensors.layer.format(""),)
+    if config.predicts and (names := config.tensors.prediction) is not None:
+        layers += (f"{names.layer}.", names.joined)
 
     def size(name: str) -> float:
         if config.quantisation is not None:

@@ -24,7 +24,7 @@ from ...kernels.state_shape import PADDING
 from ...kernels.states import StateInputs
 from ..device import send
 from ..errors import OutOfMemoryError, is_out_of_memory
-from ..model.decoder import AttentionMetadata
+from ..model.step_inputs import AttentionMetadata
 from .batch import Batch
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
@@ -246,11 +246,10 @@ class DecodeGraphs:
 
     def logits(
         self, batch: Batch, sampled_last: Tensor | None = None, slots: NDArray[np.int32] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """float32 [num_seqs, vocab_size], which the caller may write to, the input tokens int32 [num_seqs]
-        and their sequences' lengths int32 [num_seqs]. All are valid until the next call. ``sampled_last``:
-        see ``StepBuffers.fill``; the caller passes this step's tokens to ``sampled``. ``slots``: see
-        ``StepSlots``."""
+        and the metadata. All are valid until the next call. ``sampled_last``: see ``StepBuffers.fill``; the
+        caller passes this step's tokens to ``sampled``. ``slots``: see ``StepSlots``."""
         n = batch.num_seqs
         size = next(size for size in self._buckets if size >= n)
         try:
@@ -263,8 +262,7 @@ class DecodeGraphs:
         except Exception:
             self._buffers.forget()
             raise
-        token_ids, metadata = self._buffers.inputs(n)
-        return logits, token_ids, metadata.seq_lens
+        return logits, *self._buffers.inputs(n)
 
     def sampled(self, tokens: Tensor) -> None:
         """The tokens of the last step's rows: the next one may begin from its lengths."""
@@ -279,17 +277,6 @@ class DecodeGraphs:
             return logits
 
         return record(run)
-
-
-def feed(token_ids: Tensor, fed_from: Tensor, sampled_last: Tensor) -> Tensor:
-    """``token_ids`` int32 [n], but ``sampled_last`` [fed_from] where ``fed_from`` int32 [n] is not
-    negative."""
-    if len(sampled_last) == 0:
-        return token_ids
-    if not token_ids.is_cuda:  # by numpy, which keeps Python's lock and is a quarter of the work
-        fed, last = fed_from.numpy(), sampled_last.numpy()
-        return torch.from_numpy(np.where(fed >= 0, last[np.maximum(fed, 0)], token_ids.numpy()))
-    return torch.where(fed_from >= 0, sampled_last[fed_from.clamp(min=0)], token_ids)
 
 
 def buckets_up_to(max_num_seqs: int) -> Sequence[int]:

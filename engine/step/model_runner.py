@@ -16,14 +16,16 @@ from torch import Tensor
 from ...kernels.interface import HostKernels, Kernels
 from ...transport.messages.messages import TokenLogprobs
 from ...transport.process.heap import seldom_collected
-from ..device import Arrival, bring, passed, send_all
+from ..device import Arrival, bring, passed
 from ..engine_config import WARM_UP_TOKENS, EngineConfig
 from ..loaded_model import LoadedModel, load_ranks
-from ..model.decoder import AttentionMetadata
+from ..model.step_inputs import AttentionMetadata
 from ..ranks.threads import AllRanks, written_by_all
 from .batch import Batch, StepOutput
-from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
-from .metadata import attention_metadata, metadata_arrays, once_only
+from .computed import ComputedStep, embeddings_of, no_tokens
+from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder
+from .metadata import once_only, send_batch
+from .next_drafts import NO_DRAFTS, Drafts, NextDrafts, StepHidden
 from .prefill_graphs import PrefillGraphs
 from .sampler import SampledRows, Sampler, StepLogits, prompt_logprobs
 from .step_thread import OnLayer
@@ -33,9 +35,6 @@ if TYPE_CHECKING:
     from .device_sampler import DeviceSampler
 
 T = TypeVar("T")
-NO_LOGPROBS: dict[int, list[TokenLogprobs]] = {}
-Embeddings = Callable[[], dict[int, NDArray[np.float32]]]
-NO_EMBEDDINGS: Embeddings = dict
 
 
 class ModelRunner:
@@ -52,6 +51,9 @@ class ModelRunner:
         self._sampler = _make_sampler(loaded.kernels, self.config.eos_token_ids)
         self._max_step_seqs = engine.max_step_seqs
         self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
+        self._next_drafts: NextDrafts | None = None
+        if (layer := self._model.prediction) is not None:
+            self._next_drafts = NextDrafts(self._model, layer, loaded.pool, loaded.layout.num_layers)
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # the last step's tokens
@@ -79,7 +81,8 @@ class ModelRunner:
                     self.loaded.layout.state_blocks,
                 )
                 self.phases.done("decode graphs")
-            if (most := self._max_prefill_tokens) and not self.loaded.layout.state_blocks:
+            whole = self._next_drafts is not None  # a prefill graph leaves no hidden states of all its rows
+            if (most := self._max_prefill_tokens) and not (self.loaded.layout.state_blocks or whole):
                 self._prefill_graphs = PrefillGraphs(
                     model, pool, vocab_size, most, max_blocks, record, self.loaded.adapters is not None
                 )
@@ -116,7 +119,7 @@ class ModelRunner:
     def _launch_beside(self, batch: Batch, on_layer: OnLayer | None) -> Callable[[], StepOutput]:
         """A step's part on one of several ranks."""
         if on_layer is not None:
-            on_layer = written_by_all(on_layer, self._model.num_layers, self.loaded.rank, self.device)
+            on_layer = written_by_all(on_layer, self.loaded.layout.num_layers, self.loaded.rank, self.device)
         return self._launch(batch, on_layer)
 
     def _launch(self, batch: Batch, on_layer: OnLayer | None) -> Callable[[], StepOutput]:
@@ -125,48 +128,60 @@ class ModelRunner:
         slots = None if adapters is None else adapters.slots_of(batch.adapters, batch.query_start_loc)
         with torch.inference_mode():
             if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
-                logits, newest, lengths = self._graphs.logits(batch, self._sampled_last, slots)
-                tokens = self._sample(batch, list(range(batch.num_seqs)), StepLogits(logits, newest, lengths))
+                computed = self._replay(self._graphs, batch, slots)
+                tokens = self._sample(batch, computed, on_layer)
                 self._graphs.sampled(self._sampled_last)
-                prompt_logprobs, embeddings = NO_LOGPROBS, NO_EMBEDDINGS
             else:
-                sampled, computed, prompt_logprobs, embeddings = self._run_layers(batch, on_layer, slots)
-                tokens = self._sample(batch, sampled, computed)
+                computed = self._run_layers(batch, on_layer, slots)
+                tokens = self._sample(batch, computed, on_layer)
+            drafts = self._draft(batch, computed, self._sampled_last, on_layer)
 
         def output() -> StepOutput:
-            return self.loaded.rank.checked(StepOutput(*tokens(), prompt_logprobs, embeddings()))
+            token_ids, logprobs = tokens()
+            reported = computed.prompt_logprobs, computed.embeddings(), drafts()
+            return self.loaded.rank.checked(StepOutput(token_ids, logprobs, *reported))
 
         on_gpu = self.device.type != "cpu"
         return once_only(output) if batch.states is not None and on_gpu else output
 
+    def _replay(self, graphs: DecodeGraphs, batch: Batch, slots: NDArray[np.int32] | None) -> ComputedStep:
+        logits, newest, metadata = graphs.logits(batch, self._sampled_last, slots)
+        hidden = None
+        if self._next_drafts is not None:
+            hidden = StepHidden(self._next_drafts.kept(batch.num_seqs), newest, metadata)
+        sampled = list(range(batch.num_seqs))
+        return ComputedStep(sampled, StepLogits(logits, newest, metadata.seq_lens), hidden)
+
     def _run_layers(
         self, batch: Batch, on_layer: OnLayer | None, slots: NDArray[np.int32] | None
-    ) -> tuple[list[int], StepLogits, dict[int, list[TokenLogprobs]], Embeddings]:
-        """The sequences that sample, what they sample from, the logprobs of prompts, and a call that waits
-        for embeddings."""
+    ) -> ComputedStep:
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         if self._prefill_graphs is not None:
             replayed = self._prefill_graphs.logits(batch, sampled, self._sampled_last, on_layer, slots)
             if replayed is not None:
-                return sampled, replayed, NO_LOGPROBS, NO_EMBEDDINGS
+                return ComputedStep(sampled, replayed)
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
         embedded = [i for i, wanted in enumerate(batch.embeds) if wanted]
         rows = (batch.query_start_loc[1:] - 1)[sampled + embedded].tolist()
         for i in reported:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
-        token_ids, metadata, index, which = self._send(batch, rows, sampled, slots)
-        every_row = batch.only_decodes or rows == list(range(batch.num_tokens))
-        hidden = self._model.forward(
-            token_ids, metadata, self.loaded.pool, None if every_row else index, on_layer
+        token_ids, metadata, index, which = send_batch(
+            batch, rows, sampled, slots, self.device, self._sampled_last
         )
+        every_row = batch.only_decodes or rows == list(range(batch.num_tokens))
+        wanted = None if every_row or self._next_drafts is not None else index
+        hidden = self._model.forward(token_ids, metadata, self.loaded.pool, wanted, on_layer)
+        whole = StepHidden(hidden, token_ids, metadata) if wanted is None else None
+        if wanted is None and not every_row:
+            hidden = hidden[index]
         count = len(sampled)
         logits = self._model.logits(hidden[:count]) if sampled else hidden[:0]
         newest = token_ids if batch.only_decodes else token_ids[index[:count]]
         computed = StepLogits.of(logits, newest, metadata.seq_lens, which)
         last, rank = count + len(embedded), self.loaded.rank.number
         logprobs = prompt_logprobs(batch, reported, hidden[last:], self._model.logits, rank)
-        return sampled, computed, logprobs, _embeddings(embedded, hidden[count:last])
+        return ComputedStep(sampled, computed, whole, logprobs, embeddings_of(embedded, hidden[count:last]))
 
     def warm_up(self) -> None:
         """Runs prompts and a decode step, so that the first request pays for no first use; on a GPU then
@@ -190,7 +205,8 @@ class ModelRunner:
         most = min(self.max_model_len, (self.kv_cache.num_blocks - 2 * state_blocks) * block_size) - 1
         many = many_seqs(self._max_step_seqs) if self.device.type == "cuda" and block_size > 1 else ()
         lengths = [min(length, most) for length in lengths]
-        run_first_steps(self.execute, lengths, block_size, many, state_blocks)
+        drafts = self._next_drafts is not None
+        run_first_steps(self.execute, lengths, block_size, many, state_blocks, drafts)
         self.phases.done("warm-up")
         if self.device.type == "cuda" and (self._max_decode_seqs or self._max_prefill_tokens):
             alone = len(self.ranks) == 1
@@ -199,33 +215,28 @@ class ModelRunner:
             )
 
     def _decode(self, token_ids: Tensor, metadata: AttentionMetadata, logits: Tensor) -> None:
-        self._model.logits(self._model.forward(token_ids, metadata, self.loaded.pool, None), logits)
+        hidden = self._model.forward(token_ids, metadata, self.loaded.pool, None)
+        if self._next_drafts is not None:
+            self._next_drafts.keep(hidden)
+        self._model.logits(hidden, logits)
 
-    def _send(
-        self, batch: Batch, rows: Sequence[int], sampled: Sequence[int], slots: NDArray[np.int32] | None
-    ) -> tuple[Tensor, AttentionMetadata, Tensor, Tensor]:
-        """In one copy: token ids int32 [num_tokens], with those that the step before has sampled for them;
-        metadata; and as indices the token rows ``rows`` and the sequences ``sampled``."""
-        arrays = metadata_arrays(batch) | {"token_ids": batch.token_ids, "fed_from": batch.fed_from}
-        arrays |= {"rows": np.array(rows, np.int64), "sampled": np.array(sampled, np.int64)}
-        arrays["adapters"] = slots
-        columns = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
-        sent = send_all(columns, self.device)
-        token_ids = sent["token_ids"]
-        if batch.fed_from is not None:
-            token_ids = feed(token_ids, sent["fed_from"], self._sampled_last)
-        return token_ids, attention_metadata(batch, sent), sent["rows"], sent["sampled"]
+    def _draft(self, batch: Batch, step: ComputedStep, tokens: Tensor, on_layer: OnLayer | None) -> Drafts:
+        if self._next_drafts is None:
+            return NO_DRAFTS
+        assert step.hidden is not None, "it is None behind prefill graphs alone, and there are none"
+        return self._next_drafts.launch(batch, step.hidden, tokens if step.sampled else None, on_layer)
 
     def _sample(
-        self, batch: Batch, sampled: list[int], computed: StepLogits
+        self, batch: Batch, step: ComputedStep, on_layer: OnLayer | None
     ) -> Callable[[], tuple[NDArray[np.int32], dict[int, TokenLogprobs]]]:
-        """The tokens of all sequences, once they are waited for; the sequences ``sampled`` have logits.
-        Without any, the wait is for the keys and values."""
+        """The tokens of all sequences, once they are waited for. Where none samples, the wait is for the keys
+        and values."""
         states = [state for state in batch.sampling if state is not None]
+        sampled, computed = step.sampled, step.logits
         rank, drawn = self.loaded.rank, None
         if not states:
             rank.sum(torch.zeros(1, device=self.device))  # all have written their keys and values
-            return _no_tokens(batch.num_seqs, passed(self.device))
+            return no_tokens(batch.num_seqs, passed(self.device))
         positions = batch.seq_lens if len(states) == batch.num_seqs else batch.seq_lens[sampled]
         newest_on_host = self._newest_on_host(batch, sampled)
         read_logprobs: Callable[[], dict[int, TokenLogprobs]] = dict
@@ -234,7 +245,9 @@ class ModelRunner:
             try:
                 drawn, read_logprobs = self._draw(computed.logits, rows)
             except Exception:  # of one request: no other rank waits for these tokens for ever
-                rank.shared(torch.zeros(len(states), dtype=torch.int32, device=self.device), len(states))
+                none = torch.zeros(batch.num_seqs, dtype=torch.int32, device=self.device)
+                rank.shared(none[: len(states)], len(states))
+                self._draft(batch, step, none, on_layer)  # nor for this one's part of the layer
                 raise
         drawn = rank.shared(drawn, len(states))
         if computed.which is not None:
@@ -268,26 +281,8 @@ class ModelRunner:
         return read
 
 
-def _embeddings(rows: Sequence[int], hidden: Tensor) -> Embeddings:
-    """Return a call that waits for the hidden states [len(rows), E], and has them by row."""
-    if not rows:
-        return NO_EMBEDDINGS
-    arrived = bring([hidden.to(torch.float32, copy=True)])
-    return lambda: dict(zip(rows, arrived()[0].numpy(), strict=True))
-
-
 def _nobody(num_layers: int) -> None:
     pass
-
-
-def _no_tokens(
-    num_seqs: int, passed: Callable[[], None]
-) -> Callable[[], tuple[NDArray[np.int32], dict[int, TokenLogprobs]]]:
-    def tokens() -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
-        passed()
-        return np.full(num_seqs, -1, np.int32), {}
-
-    return tokens
 
 
 def _make_sampler(kernels: Kernels, eos_token_ids: tuple[int, ...]) -> Sampler | DeviceSampler:

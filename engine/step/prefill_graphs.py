@@ -25,9 +25,11 @@ from torch import Tensor
 
 from ..device import passed
 from ..errors import is_out_of_memory
-from ..model.decoder import AttentionMetadata, DecoderModel
+from ..model.decoder import DecoderModel
+from ..model.step_inputs import AttentionMetadata
 from .batch import Batch
-from .decode_graphs import PADDING_SLOT, Recorder, Replay, feed
+from .decode_graphs import PADDING_SLOT, Recorder, Replay
+from .metadata import feed
 from .sampler import StepLogits
 from .step_thread import OnLayer
 

@@ -44,14 +44,18 @@ def run_first_steps(
     block_size: int,
     num_seqs: Sequence[int] = (),
     state_blocks: int = 0,
+    drafts: bool = False,
 ) -> None:
     """Prompts of these lengths, the shortest first, decode steps, and mixed steps of ``num_seqs`` sequences,
-    all in the pool's first blocks. ``state_blocks``: of each sequence's state. Raises OutOfMemoryError."""
+    all in the pool's first blocks. ``state_blocks``: of each sequence's state; ``drafts``: the model drafts.
+    Raises OutOfMemoryError."""
     shortest = min(lengths)
     steps = [_in_first_blocks(0, length, block_size, GREEDY) for length in sorted(set(lengths))]
     steps += (_in_first_blocks(shortest, shortest + 1, block_size, params) for params in WAYS_TO_SAMPLE)
     steps += map(_mixed, num_seqs)
     for batch in steps:
+        if drafts:
+            batch = replace(batch, num_drafts=np.ones(batch.num_seqs, np.int32))
         if state_blocks:
             batch = replace(batch, states=states_behind(batch, state_blocks))
         try:

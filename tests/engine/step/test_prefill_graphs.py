@@ -23,8 +23,8 @@ from torch import Tensor
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine import loaded_model
-from splitserve.engine.model.decoder import AttentionMetadata
 from splitserve.engine.model.ranks import ALONE
+from splitserve.engine.model.step_inputs import AttentionMetadata
 from splitserve.engine.step import prefill_graphs
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.engine.step.metadata import METADATA

@@ -1,0 +1,60 @@
+"""The inputs of a step's attention, as the layers take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.interface import AttentionInputs, RopeInputs
+from ...kernels.states import StateInputs
+from .latent_chunks import LatentChunks
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """What attention needs to know of one step's batch, as tensors on the model's device.
+
+    positions       int32 [num_tokens]
+    query_start_loc int32 [num_seqs + 1]
+    seq_lens        int32 [num_seqs]              KV length, this step's tokens included
+    block_tables    int32 [num_seqs, max_blocks]
+    slot_mapping    int64 [num_tokens]
+    max_query_len   tokens of the longest chunk; None: the host does not know it, as in a graph
+    adapters        int32 [num_tokens], see ``StepSlots``; None: no row has one
+    states          of the sequences' recurrent layers; None: the model has none
+    """
+
+    positions: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    max_query_len: int | None = None
+    adapters: Tensor | None = None
+    states: StateInputs | None = None
+
+    def of_rows(self, rows: Tensor) -> AttentionMetadata:
+        """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
+        that token. Row -1 is padding: a sequence of no tokens. For the last layer: its states are written."""
+        sequences = torch.searchsorted(self.query_start_loc, rows.int(), right=True) - 1
+        return AttentionMetadata(
+            positions=self.positions[rows],
+            query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            seq_lens=(self.positions[rows] + 1) * (rows >= 0),
+            block_tables=self.block_tables[sequences],
+            slot_mapping=self.slot_mapping[rows],
+            adapters=None if self.adapters is None else self.adapters[rows],
+        )
+
+
+class StepInputs(NamedTuple):
+    """What the layers of one step share. One object for all: plans of attention are made once."""
+
+    rope: RopeInputs
+    attention: AttentionInputs
+    adapters: Tensor | None
+    states: StateInputs | None = None
+    chunks: LatentChunks | None = None
