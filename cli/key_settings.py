@@ -11,7 +11,7 @@ from ..coordinator.tenants.limits import Name, NewLimits, NewTierLimits
 
 
 class _OfTenantsFile(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     tenants_file: Path = Field(description="The file with tenants and keys; `create` and `tenant` make it.")
 

@@ -116,8 +116,6 @@ async def _run(plan: Plan, entry: str) -> int:
 
 def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
     """What happens once the system serves."""
-    from .terminal.chat import answer_once, converse
-
     settings = ChatSettings(url=plan.url, api_key_file=plan.up.api_key_file)
 
     async def serve() -> int:
@@ -127,9 +125,13 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
         return 0
 
     async def answer() -> int:
+        from .terminal.chat import answer_once
+
         return await answer_once(settings, plan.up.prompt or "", plan.coordinator.tls_cert)
 
     async def chat() -> int:
+        from .terminal.chat import converse
+
         notify(
             f"ready at {plan.url} (OpenAI-compatible); logs in "
             f"{plan.run_dir / 'log'}\n{dashboard_hint(plan, link=sys.stderr.isatty())}"

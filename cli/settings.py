@@ -46,7 +46,7 @@ RAY_RESOURCES = r"^ *([\w:.-]+=[0-9]+(\.[0-9]+)? *)*$"
 class PoolSettings(BaseModel):
     """Further workers of a role. ``options``: settings in which they differ from the others."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     role: Literal["prefill", "decode", "mixed"]
     count: int = Field(ge=0, le=256)
@@ -58,7 +58,7 @@ class PoolSettings(BaseModel):
 class UpSettings(BaseModel):
     """Starts a coordinator and its workers, on this machine or by Slurm or Ray, and keeps them running."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     on: Literal["here", "slurm", "ray"] = Field(
         default="here",
@@ -170,7 +170,7 @@ class ChatSettings(ApiServer):
 class AdminServer(BaseModel):
     """A coordinator's operators' pages, and how to reach them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     url: ServerUrl = Field(
         default="http://127.0.0.1:8000",
@@ -208,7 +208,7 @@ class FlipSettings(AdminServer):
 class DoctorSettings(BaseModel):
     """Checks whether this machine can serve, and names a remedy where it cannot."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     model: Path | None = Field(
         default=None,

@@ -18,7 +18,7 @@ from ..traces.console import figures_table, result_console
 class UsageSettings(BaseModel):
     """Shows what requests have used: tokens, KV cache, time, by tenant or otherwise."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     tenants_file: Path | None = Field(
         default=None, description="The tenants file, beside which usage is kept by default."

@@ -36,7 +36,7 @@ DOOR = "coordinator-{}.json"
 class Door(BaseModel):
     """The addresses of a coordinator process of this host, and the file with its admin key."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     url: str
     admin_url: str

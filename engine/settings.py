@@ -25,7 +25,7 @@ CONTROL_ADDRESS = r"(?:tcp|dns)://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
 class ComputeSettings(BaseModel):
     """The device that a model runs on, its number formats and the size of its KV cache."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     device: str = Field(
         default="auto",

@@ -25,7 +25,7 @@ ServerUrl = Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(_roo
 class ApiServer(BaseModel):
     """An OpenAI-compatible server, and how to reach it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     url: ServerUrl = Field(default="http://127.0.0.1:8000", description="The server's address.")
     served_model_name: str = Field(

@@ -14,7 +14,7 @@ from .options import SteeringOptions
 class SteeringSettings(BaseModel):
     """The pool controller."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     steer: Literal["off", "advise", "act"] = Field(
         default="off",

@@ -22,8 +22,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-import httpx
-
 from ..coordinator.lifecycle.snapshot import FinishedRequest, Snapshot
 from ..transport.messages.messages import Role
 from .fleet import AnyRole, Decision
@@ -177,6 +175,8 @@ class Hooks:
         task.add_done_callback(self._tasks.discard)
 
     async def _post(self, url: str, body: dict[str, object]) -> None:
+        import httpx  # a tenth of the coordinator's start, and few have a webhook
+
         try:
             async with httpx.AsyncClient(timeout=WEBHOOK_S, trust_env=False) as client:
                 (await client.post(url, json=body)).raise_for_status()

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import os
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,25 @@ settings.register_profile("search", settings.get_profile("suite"), derandomize=F
 settings.load_profile("suite")
 
 
+@contextmanager
+def _compiled_once() -> Iterator[None]:
+    """The first of several test processes imports alone, and leaves compiled files to the others: each
+    compiles all of a new clone otherwise, which takes as long as the imports."""
+    with open(__file__) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Import all tests without looking for garbage, and never look at what stays: a third of the time."""
     gc.disable()
     try:
-        return (yield)
+        with _compiled_once() if "PYTEST_XDIST_WORKER" in os.environ else nullcontext():
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()

@@ -62,9 +62,21 @@ def test_only_the_drawn_arrows(folder: str) -> None:
     assert not wrong, wrong
 
 
-def test_the_coordinator_starts_without_torch() -> None:
-    code = "import sys, splitserve.coordinator.main, splitserve.cli.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0
+READER = "splitserve.coordinator.generate.reader.reader_process"
+
+
+@pytest.mark.parametrize(
+    ("modules", "without"),
+    [
+        ("splitserve.cli.main, splitserve.cli.coordinator", {"torch", "httpx", "rich"}),
+        (READER, {"torch", "httpx", "uvicorn", "starlette", "prometheus_client"}),
+    ],
+)
+def test_a_process_starts_without_what_it_has_no_use_for(modules: str, without: set[str]) -> None:
+    """The coordinator and the process that reads large bodies for it: each start would pay for it."""
+    code = f"import sys, {modules}; print(*sorted(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], timeout=200, check=True, stdout=-1, text=True)
+    assert not without & set(run.stdout.split())
 
 
 PURE = [

@@ -9,14 +9,13 @@ plan pickles.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, NamedTuple, cast, get_args
 
 import orjson
 from msgspec.structs import replace
 
 from ...transport.messages.messages import SamplingParams
 from ..errors import InvalidRequest, WrongField
-from ..http.call import Endpoint
 from ..http.limits import HttpLimits
 from ..lifecycle.request import PriorityClass
 from ..text.served_model import ServedModel
@@ -31,6 +30,10 @@ from .embedding_prompts import EmbeddingForm, completion_of, form_of
 from .grammar import GrammarCheck, grammar_for, with_rules
 from .prompts import GenerateRequest, Prompt, is_long, num_choices, prompts_of
 from .request_sampling import sampling_of, seed_of
+
+if TYPE_CHECKING:  # it imports the HTTP server, which the reader's process starts without
+    from ..http.call import Endpoint
+
 
 TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER = b"x-request-timeout", b"x-on-timeout", b"x-session-id"
 PLAN_HEADERS = (TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from ..http.call import Endpoint
+if TYPE_CHECKING:  # it imports the HTTP server, which the reader's process starts without
+    from ..http.call import Endpoint
+
 
 HEADER = b"x-request-id"
 CLIENT_ID = re.compile(r"[A-Za-z0-9_.:+/=@-]{1,128}")

@@ -21,7 +21,7 @@ ORIGIN_PATTERN = re.compile(r"\*|null|[\w.+-]+://[\w.*:\[\]-]+")
 class HttpSettings(BaseModel):
     """The HTTP server."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     host: str = Field(
         default="127.0.0.1",

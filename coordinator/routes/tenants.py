@@ -42,7 +42,7 @@ class TierBody(NewTierLimits):
 
 
 class TenantBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     tier: Name | None = None
     shared_cache: Annotated[str, Field(max_length=256)] | None = None
@@ -55,7 +55,7 @@ class KeyBody(NewLimits):
 
 
 class RotateBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     grace_s: Annotated[float, Field(ge=0, le=1e8)] = 0.0
 

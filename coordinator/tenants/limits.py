@@ -17,7 +17,7 @@ class Limits(BaseModel):
     """Bounds of one key or one tenant; None: no bound. Tokens are those of prompts and of answers
     together."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     requests_per_minute: Bound = Field(default=None, description="Requests a minute.")
     tokens_per_minute: Bound = Field(default=None, description="Tokens of prompts and answers a minute.")
@@ -43,7 +43,7 @@ ZeroOrMore = Annotated[int, Field(ge=0, le=1 << 50)] | None
 class NewLimits(BaseModel):
     """Limits to set. None: as it is; 0: no bound."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     requests_per_minute: ZeroOrMore = Field(default=None, description="Requests a minute; 0: no bound.")
     tokens_per_minute: ZeroOrMore = Field(
@@ -81,7 +81,7 @@ Rows = tuple[tuple[int, Limits], ...]
 class Account(BaseModel):
     """One key and its tenant, as a request needs them: looked up once a request, and never changed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     tenant: str = ""
     tenant_id: int = 0

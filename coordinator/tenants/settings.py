@@ -13,7 +13,7 @@ REDIS_URL = r"^rediss?://\S+$|^unix://\S+$"
 class TenantSettings(BaseModel):
     """Tenants, keys, limits and metering."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     tenants_file: Path | None = Field(
         default=None,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from e2e.cluster import Cluster, running
-from e2e.forked_cluster import ForkedCluster, forked
+from e2e.forked_cluster import ForkedCluster, Nursery, forked
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
@@ -31,12 +31,19 @@ def cluster(
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """What all forked clusters get their workers from."""
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
 @pytest.fixture(scope="package")
 def forked_cluster(
-    tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+    nursery: Nursery, tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ForkedCluster]:
     """Two prefill and two decode workers, batch-invariant, that are back at once when they are killed."""
-    with forked(
-        tiny[0], tmp_path_factory.mktemp("forked"), "--exact", "--dtype", "float32", "--kv-cache-gib", "0.1"
-    ) as cluster:
+    options = ("--exact", "--dtype", "float32", "--kv-cache-gib", "0.1")
+    with forked(nursery, tiny[0], tmp_path_factory.mktemp("forked"), *options) as cluster:
         yield cluster

@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from e2e.cluster import DEAD_AFTER_S, MODEL_NAME, START_S, Cluster, answers, free_port, wait_for
+from e2e.cluster import DEAD_AFTER_S, MODEL_NAME, PATIENCE_S, START_S, Cluster, answers, free_port, wait_for
 
 from splitserve.transport.channels.keys import generate_key
 
@@ -26,12 +28,61 @@ HEARTBEAT_S = 0.05  # how soon the state of the workers is known
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@dataclass(frozen=True)
+class Forked:
+    """A worker's process, not a child of this one."""
+
+    pid: int
+    fd: int
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        return bool(select.select([self.fd], [], [], within_s)[0])
+
+    def end(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send this signal, and wait for the end. Not twice."""
+        if not self.has_ended():
+            signal.pidfd_send_signal(self.fd, number)
+        assert self.has_ended(PATIENCE_S), f"process {self.pid} has not ended by {number.name}"
+        os.close(self.fd)
+
+
+class Nursery:
+    """Starts workers: ``support/worker_nursery.py``, which imports torch once for all of them."""
+
+    def __init__(self) -> None:
+        environ = {**ENVIRON, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.worker_nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+
+    def start(self, role: str, argv: list[str], log: Path) -> Forked:
+        """`splitserve ROLE ARGV`, with its output added to ``log``."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"role": role, "argv": argv, "log": str(log)}) + "\n")
+        self._process.stdin.flush()
+        pid = int(self._process.stdout.readline())
+        try:
+            return Forked(pid, os.pidfd_open(pid))
+        except ProcessLookupError as error:
+            raise AssertionError(f"a {role} worker could not start: {log.read_text()[-2000:]}") from error
+
+    def close(self) -> None:
+        """Ends what it has started, too."""
+        self._process.communicate(timeout=PATIENCE_S)
+
+
 class ForkedCluster(Cluster):
     """A coordinator or several, and prefill and decode workers; whichever worker ends is started again, until
     ``close``. ``process``, ``url`` and ``control_address`` are those of the first coordinator."""
 
     def __init__(
         self,
+        nursery: Nursery,
         model: Path,
         folder: Path,
         *options: str,
@@ -48,12 +99,7 @@ class ForkedCluster(Cluster):
         self.control_address = self._control_addresses[0]
         super().__init__(self.urls[0], self.start_coordinator(), folder / "coordinator.log")
         self._others = [self.start_coordinator(number) for number in range(1, num_coordinators)]
-        environ = {**ENVIRON, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-        command = [sys.executable, "-m", "support.worker_nursery"]
-        self._nursery = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
-        )
-        self._pidfds: dict[str, int] = {}
+        self._nursery, self._workers = nursery, dict[str, Forked]()
         self.num_started = 0
         for name in [
             *(f"prefill-{i}" for i in range(num_prefill)),
@@ -95,49 +141,31 @@ class ForkedCluster(Cluster):
         self._closing.set()
         self._keeper.join()
         self.client.close()
-        assert self._nursery.stdin is not None
-        self._nursery.stdin.close()
-        self._nursery.wait(60)
+        for worker in self._workers.values():
+            worker.end()
         for process in (self.process, *self._others):
             process.kill()
             process.wait(60)
-        for fd in self._pidfds.values():
-            os.close(fd)
-        assert self._nursery.stdout is not None
-        self._nursery.stdout.close()
 
     def _start(self, name: str) -> None:
         role = name.partition("-")[0]
         argv = [*self._common, "--name", name, "--coordinator", ",".join(self._control_addresses)]
         argv += self._options
         argv += ["--orphaned-after-s", str(ORPHANED_AFTER_S)]
-        nursery = self._nursery
-        assert nursery.stdin is not None
-        assert nursery.stdout is not None
-        nursery.stdin.write(
-            json.dumps({"role": role, "argv": argv, "log": str(self._folder / f"{name}.log")}) + "\n"
-        )
-        nursery.stdin.flush()
-        pid = int(nursery.stdout.readline())
+        self._workers[name] = self._nursery.start(role, argv, self._folder / f"{name}.log")
         self.num_started += 1
-        try:
-            self._pidfds[name] = os.pidfd_open(pid)
-        except ProcessLookupError as error:
-            raise AssertionError(
-                f"{name} could not start: {(self._folder / f'{name}.log').read_text()[-2000:]}"
-            ) from error
 
     def _keep(self) -> None:
         while not self._closing.wait(LOOK_S):
-            ended = set(select.select(list(self._pidfds.values()), [], [], 0)[0])
-            for name, fd in list(self._pidfds.items()):
-                if fd in ended:
-                    os.close(fd)
+            for name, worker in list(self._workers.items()):
+                if worker.has_ended():
+                    os.close(worker.fd)
                     self._start(name)
 
 
 @contextmanager
 def forked(
+    nursery: Nursery,
     model: Path,
     folder: Path,
     *options: str,
@@ -147,6 +175,7 @@ def forked(
 ) -> Iterator[ForkedCluster]:
     """The cluster, ready, until the block ends."""
     cluster = ForkedCluster(
+        nursery,
         model,
         folder,
         *options,

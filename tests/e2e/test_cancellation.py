@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from e2e import paced
 from e2e.cluster import MODEL_NAME, wait_for
-from e2e.forked_cluster import HEARTBEAT_S, ForkedCluster, forked
+from e2e.forked_cluster import HEARTBEAT_S, ForkedCluster, Nursery, forked
 
 NUM_MOMENTS = 30
 NUM_TOKENS, DECODE_STEP_S = 1000, 0.06
@@ -37,11 +37,11 @@ STARVED_P50_S = 3.0
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCluster]:
+def slow(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCluster]:
     """Two prefill and two decode workers whose answers take a minute."""
     folder = tmp_path_factory.mktemp("slow")
     runner = paced.paced_runner(folder / "profile.json", PREFILL_STEP_S, DECODE_STEP_S)
-    with forked(paced.MODEL, folder, "--runner", runner) as cluster:
+    with forked(nursery, paced.MODEL, folder, "--runner", runner) as cluster:
         yield cluster
 
 

@@ -35,9 +35,11 @@ def expected(cluster: Cluster) -> list[str]:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A prefill and two decode workers, a tenth of a second a token."""
+    """Two prefill and two decode workers, a tenth of a second a token."""
     folder = tmp_path_factory.mktemp("slow")
     arguments = (
+        "--prefill",
+        "2",
         "--decode",
         "2",
         "--runner",
@@ -103,7 +105,7 @@ def test_an_answer_of_minutes_keeps_no_worker(slow: Cluster) -> None:
     after = counters(slow)
     assert after["sequences_moved"] > before["sequences_moved"]
     assert after["redispatches"] == before["redispatches"], slow.state()["last_retries"]
-    slow.wait_whole(1, 2)
+    slow.wait_whole(2, 2)
     slow.wait_at_rest()
 
 
@@ -153,30 +155,35 @@ def test_all_of_a_requests_state_moves(cluster: Cluster) -> None:
     wait_for("it was caught in the middle, and moved", moved, CAUGHT_WITHIN_S)
 
 
-@pytest.mark.usefixtures("whole_before")
-def test_rolling_restart_of_every_worker_under_load(cluster: Cluster, expected: list[str]) -> None:
-    pids = {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]}
-    before = counters(cluster)
+def test_rolling_restart_of_every_worker_under_load(slow: Cluster) -> None:
+    """With steps of a given length: beside real ones, streams without a pause take the cores that the
+    workers start on."""
+    slow.wait_whole(2, 2)
+    pids = {w["worker_id"]: w["pid"] for w in slow.state()["workers"]}
+    before = counters(slow)
+    undisturbed = "".join(slow.stream("roll", NUM_TOKENS_OF_SECONDS, seed=7))
     stop = [False]
 
-    def load(i: int) -> int:
+    def load() -> int:
         count = 0
         while not stop[0]:
-            assert "".join(cluster.stream(PROMPTS[i], NUM_TOKENS)) == expected[i]
+            assert "".join(slow.stream("roll", NUM_TOKENS_OF_SECONDS, seed=7)) == undisturbed
             count += 1
         return count
 
     def renewed() -> bool:
-        now = {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]}
+        now = {w["worker_id"]: w["pid"] for w in slow.state()["workers"]}
         return set(now) == set(pids) and all(now[name] != pid for name, pid in pids.items())
 
-    with ThreadPoolExecutor(2) as pool:
-        streams = [pool.submit(load, i) for i in (0, 2)]
-        cluster.process.send_signal(signal.SIGUSR1)
+    with ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(load) for _ in range(4)]
+        slow.process.send_signal(signal.SIGUSR1)
         try:
             wait_for("every worker is new", renewed, RENEWED_WITHIN_S)
         finally:
             stop[0] = True
         assert all(stream.result(timeout=200) > 0 for stream in streams)
-    assert counters(cluster)["workers_lost"] == before["workers_lost"], cluster.log.read_text()
-    cluster.wait_at_rest()
+    after = counters(slow)
+    assert after["workers_lost"] == before["workers_lost"], slow.log.read_text()
+    assert after["sequences_moved"] > before["sequences_moved"]
+    slow.wait_at_rest()

@@ -1,5 +1,5 @@
-"""A model most of whose layers have a state in place of keys and values: what is generated is transformers'
-own, also after a worker's death and a move, and a prompt begins behind another's state."""
+"""A model most of whose layers have a state in place of keys and values: what is generated is what
+transformers would choose, also after a worker's death and a move. A prompt begins behind another's state."""
 
 from __future__ import annotations
 
@@ -39,8 +39,15 @@ def cluster(
 
 
 @pytest.fixture(scope="module")
-def expected(qwen: tuple[Path, PreTrainedModel]) -> list[list[int]]:
-    return [continued(qwen[1], *asked) for asked in zip(PROMPTS, NUM_TOKENS, strict=True)]
+def expected(cluster: Cluster, qwen: tuple[Path, PreTrainedModel]) -> list[list[int]]:
+    """The undisturbed answers. Transformers reads each in one pass, and would have chosen each token."""
+    answers = [list(streamed(cluster, *asked)) for asked in zip(PROMPTS, NUM_TOKENS, strict=True)]
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        with torch.inference_mode():
+            logits = qwen[1](torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double()
+        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        torch.testing.assert_close(chosen, logits.amax(1), rtol=0, atol=1e-4)
+    return answers
 
 
 def continued(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:

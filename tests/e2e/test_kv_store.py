@@ -1,7 +1,10 @@
-"""What the caches have evicted comes back from the KV store with the same bits, also after a restart."""
+"""What the caches have evicted comes back from the KV store with the same bits, also after a
+restart."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,15 @@ def store(
         yield Bucket(client)
 
 
+def renew_workers(cluster: Cluster) -> None:
+    """Have each worker leave, and start again with an empty cache."""
+    old = [worker["pid"] for worker in cluster.state()["workers"]]
+    for pid in old:
+        os.kill(pid, signal.SIGTERM)
+    wait_for("they have left", lambda: not {w["pid"] for w in cluster.state()["workers"]} & set(old))
+    cluster.wait_whole(1, 1)
+
+
 def test_evicted_blocks_are_read_back(
     tiny: tuple[Path, PreTrainedModel], tmp_path: Path, store: Folder | Bucket
 ) -> None:
@@ -98,9 +110,9 @@ def test_evicted_blocks_are_read_back(
         cluster.wait_reported()
         assert counted(cluster, "loaded_tokens") >= 2 * 18 * BLOCK, "at least what two caches cannot hold"
         cluster.wait_at_rest()
-    for name in store.names()[::7]:
-        store.cut(name)
-    with running(tiny[0], tmp_path, *arguments) as cluster:
+        for name in store.names()[::7]:
+            store.cut(name)
+        renew_workers(cluster)
         again = [ask(cluster, number) for number in numbers]
         assert [tokens for tokens, _ in again] == [tokens for tokens, _ in expected]
         assert sum(cached for _, cached in again) > 0
@@ -110,7 +122,7 @@ def test_evicted_blocks_are_read_back(
     assert "is damaged: it is removed" in (tmp_path / "up.log").read_text()
 
 
-def test_an_object_store_that_hangs_costs_no_answer(
+def test_the_next_start_reads_from_an_object_store_and_one_that_hangs_costs_no_answer(
     tiny: tuple[Path, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--kv-store", "s3://blocks", "--run-dir", str(tmp_path / "run"), "--exact"]
@@ -119,6 +131,10 @@ def test_an_object_store_that_hangs_costs_no_answer(
             expected = [ask(cluster, number) for number in range(2)]
             wait_for("all is saved", lambda: len(bucket.objects) == 2 * ((300 + NUM_TOKENS - 1) // BLOCK))
         with running(tiny[0], tmp_path, *options) as cluster:
+            assert [ask(cluster, number) for number in range(2)] == [
+                (tokens, 18 * BLOCK) for tokens, _ in expected
+            ]
+            renew_workers(cluster)
             bucket.gate.clear()
             assert [ask(cluster, number) for number in range(2)] == expected, "computed again"
             assert bucket.held, "it was asked"

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
-from e2e.cluster import MODEL_NAME, Cluster, running
-from transformers import PreTrainedModel
+from e2e.cluster import MODEL_NAME, Cluster
+from e2e.forked_cluster import ForkedCluster
 
 PROMPT = list(range(40, 240))
 NUM_TOKENS = 200
@@ -27,37 +26,43 @@ def ask(cluster: Cluster, prompt: list[int], salt: str = "") -> tuple[list[int],
     return tokens, answer.usage.prompt_tokens_details.cached_tokens or 0
 
 
-def test_an_answer_is_not_computed_again(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    arguments = ("--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1", "--exact")
-    with running(tiny[0], tmp_path, *arguments) as cluster:
-        cluster.wait_whole(2, 2)
-        prompt = PROMPT
-        for turn in range(1, 4):
-            answer, _ = ask(cluster, prompt)
-            cluster.wait_reported()
-            known = len(prompt) + NUM_TOKENS - 1  # the last token's keys and values are nowhere
-            prompt = [*prompt, *answer, *range(turn, turn + 20)]
-            expected, cached = ask(cluster, prompt, salt=f"turn {turn}")
-            assert cached == 0
-            cluster.wait_reported()
-            found, cached = ask(cluster, prompt)
-            assert cached == known // BLOCK * BLOCK
-            assert found == expected
-        cluster.wait_reported()
-        state = cluster.state()
-        assert state["counters"]["prefix_pulls"] >= 3
-        pulled = sum(w["counters"]["pulled_tokens"] for w in cluster.workers("prefill"))
-        assert pulled >= 3 * (NUM_TOKENS - BLOCK)
+def counted(cluster: Cluster) -> tuple[int, int]:
+    """Pulls, and tokens whose blocks the prefill workers have pulled."""
+    pulled = sum(w["counters"].get("pulled_tokens", 0) for w in cluster.workers("prefill"))
+    return cluster.state()["counters"]["prefix_pulls"], pulled
 
+
+def test_an_answer_is_not_computed_again(forked_cluster: ForkedCluster) -> None:
+    cluster = forked_cluster
+    cluster.wait_whole(2, 2)
+    pulls, tokens = counted(cluster)
+    prompt = PROMPT
+    for turn in range(1, 4):
         answer, _ = ask(cluster, prompt)
         cluster.wait_reported()
-        prompt = [*prompt, *answer, 7, 8, 9]
-        expected, _ = ask(cluster, prompt, salt="frozen")
-        holder = max(cluster.workers("decode"), key=lambda w: w["blocks"]["cached"])
-        os.kill(holder["pid"], signal.SIGSTOP)
-        try:
-            assert ask(cluster, prompt)[0] == expected
-        finally:
-            os.kill(holder["pid"], signal.SIGCONT)
-        cluster.wait_whole(2, 2)
-        cluster.wait_at_rest()
+        known = len(prompt) + NUM_TOKENS - 1  # the last token's keys and values are nowhere
+        prompt = [*prompt, *answer, *range(turn, turn + 20)]
+        expected, cached = ask(cluster, prompt, salt=f"turn {turn}")
+        assert cached == 0
+        cluster.wait_reported()
+        found, cached = ask(cluster, prompt)
+        assert cached == known // BLOCK * BLOCK
+        assert found == expected
+    cluster.wait_reported()
+    pulls_after, tokens_after = counted(cluster)
+    assert pulls_after - pulls >= 3
+    assert tokens_after - tokens >= 3 * (NUM_TOKENS - BLOCK)
+
+    before = {w["worker_id"]: w["blocks"]["cached"] for w in cluster.workers("decode")}
+    answer, _ = ask(cluster, prompt)
+    cluster.wait_reported()
+    holder = max(cluster.workers("decode"), key=lambda w: w["blocks"]["cached"] - before[w["worker_id"]])
+    prompt = [*prompt, *answer, 7, 8, 9]
+    expected, _ = ask(cluster, prompt, salt="frozen")
+    os.kill(holder["pid"], signal.SIGSTOP)
+    try:
+        assert ask(cluster, prompt)[0] == expected
+    finally:
+        os.kill(holder["pid"], signal.SIGCONT)
+    cluster.wait_whole(2, 2)
+    cluster.wait_at_rest()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
 from e2e.cluster import HTTP, MODEL_NAME, PATIENCE_S, START_S, Cluster, answers, free_port, wait_for
+from e2e.forked_cluster import Nursery
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.tiny import Tiny
@@ -66,91 +69,77 @@ def of_other_pieces(model: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
-    tiny: Tiny, tmp_path: Path
-) -> None:
-    port, control = free_port(), free_port()
-    common = ["--model", str(tiny[0]), "--insecure"]
-    spawn = [sys.executable, "-m", "splitserve.cli.main"]
-    with (tmp_path / "log").open("wb") as log:
-        roles = [
-            ["coordinator", *common, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"],
-            ["prefill", *common, "--coordinator", f"tcp://127.0.0.1:{control}", "--kv-cache-gib", "0.05"],
-            ["decode", *common, "--coordinator", f"tcp://127.0.0.1:{control}", "--kv-cache-gib", "0.05"],
-        ]
-        processes = [subprocess.Popen([*spawn, *roles[0]], stdout=log, stderr=log)]
+@contextmanager
+def coordinator(model: Path, folder: Path) -> Iterator[tuple[str, list[str], Path]]:
+    """A coordinator alone: its URL, the options of workers that are to find it, and its log."""
+    port, control, log = free_port(), f"tcp://127.0.0.1:{free_port()}", folder / "log"
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "coordinator",
+        "--model",
+        str(model),
+        "--insecure",
+    ]
+    command += ["--port", str(port), "--control-address", control]
+    with log.open("ab") as sink, subprocess.Popen(command, stdout=sink, stderr=sink) as process:
         try:
             url = f"http://127.0.0.1:{port}"
             wait_for("the HTTP server answers", lambda: answers(f"{url}/health"), START_S)
-            body = {"model": tiny[0].name, "prompt": "x", "max_tokens": 2}
-            start = time.monotonic()
-            refused = HTTP.post(f"{url}/v1/completions", json=body)
-            assert time.monotonic() - start < LifecycleLimits().unserved_s, "it waits for nobody"
-            assert refused.status_code == 503
-            assert "retry-after" in refused.headers
-            stranger = ["decode", "--model", str(of_other_pieces(tiny[0], tmp_path / "other")), *roles[2][3:]]
-            processes.append(subprocess.Popen([*spawn, *stranger], stdout=log, stderr=log))
-            why = "its tokenizer.json has another vocabulary than the coordinator's"
-            wait_for("both know", lambda: (tmp_path / "log").read_text().count(why) >= 2, START_S)
-            assert why in HTTP.post(f"{url}/v1/completions", json=body).json()["error"]["message"]
-            processes += [subprocess.Popen([*spawn, *role], stdout=log, stderr=log) for role in roles[1:]]
-            wait_for("ready", lambda: answers(f"{url}/ready"), START_S)
-            assert HTTP.post(f"{url}/v1/completions", json=body).status_code == 200
+            yield url, ["--insecure", "--coordinator", control, "--kv-cache-gib", "0.05"], log
         finally:
-            for process in processes:
-                process.terminate()
-            assert [process.wait(PATIENCE_S) for process in processes] == [0] * len(processes)
+            process.terminate()
+            status = process.wait(PATIENCE_S)
+    assert status == 0
 
 
-def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
-    port, control = free_port(), free_port()
-    common = [sys.executable, "-m", "splitserve.cli.main"]
-    worker = [
-        "--model",
-        str(tiny[0]),
-        "--insecure",
-        "--coordinator",
-        f"tcp://127.0.0.1:{control}",
-        "--kv-cache-gib",
-        "0.05",
-    ]
-    roles = [
-        [
-            "coordinator",
-            "--model",
-            str(tiny[0]),
-            "--insecure",
-            "--port",
-            str(port),
-            "--control-address",
-            f"tcp://127.0.0.1:{control}",
-        ],
-        ["prefill", *worker, "--block-size", "16"],
-        ["decode", *worker, "--block-size", "32"],
-    ]
+@contextmanager
+def workers(nursery: Nursery, log: Path, *commands: tuple[str, list[str]]) -> Iterator[None]:
+    """Of these roles, with these options."""
+    with ExitStack() as stack:
+        for role, argv in commands:
+            stack.callback(nursery.start(role, argv, log).end, signal.SIGTERM)
+        yield
 
-    def sentence() -> str:
-        try:
-            answer = HTTP.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
-        except httpx.TransportError:
-            return ""
-        assert answer.status_code == 503
-        message: str = answer.json()["error"]["message"]
-        return message
 
-    with (tmp_path / "log").open("wb") as log:
-        processes = [subprocess.Popen([*common, *role], stdout=log, stderr=log) for role in roles]
-        try:
+def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
+    nursery: Nursery, tiny: Tiny, tmp_path: Path
+) -> None:
+    with coordinator(tiny[0], tmp_path) as (url, options, log):
+        body = {"model": tiny[0].name, "prompt": "x", "max_tokens": 2}
+        start = time.monotonic()
+        refused = HTTP.post(f"{url}/v1/completions", json=body)
+        assert time.monotonic() - start < LifecycleLimits().unserved_s, "it waits for nobody"
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        ours = ["--model", str(tiny[0]), *options]
+        strange = ["--model", str(of_other_pieces(tiny[0], tmp_path / "other")), *options]
+        with workers(nursery, log, ("decode", strange)):
+            why = "its tokenizer.json has another vocabulary than the coordinator's"
+            wait_for("both know", lambda: log.read_text().count(why) >= 2, START_S)
+            assert why in HTTP.post(f"{url}/v1/completions", json=body).json()["error"]["message"]
+            with workers(nursery, log, ("prefill", ours), ("decode", ours)):
+                wait_for("ready", lambda: answers(f"{url}/ready"), START_S)
+                assert HTTP.post(f"{url}/v1/completions", json=body).status_code == 200
+
+
+def test_workers_of_different_block_sizes_are_refused_in_a_sentence(
+    nursery: Nursery, tiny: Tiny, tmp_path: Path
+) -> None:
+    with coordinator(tiny[0], tmp_path) as (url, options, log):
+
+        def sentence() -> str:
+            answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"})
+            assert answer.status_code == 503
+            message: str = answer.json()["error"]["message"]
+            return message
+
+        ours = ["--model", str(tiny[0]), *options, "--block-size"]
+        with workers(nursery, log, ("prefill", [*ours, "16"]), ("decode", [*ours, "32"])):
             wait_for(
                 "both workers are compared",
                 lambda: "do not fit together: their block size differs (16 and 32)" in sentence(),
                 START_S,
             )
-            wait_for(
-                "the log says so too",
-                lambda: b"gets no work: it does not fit" in (tmp_path / "log").read_bytes(),
-            )
-        finally:
-            for process in processes:
-                process.terminate()
-            assert [process.wait(PATIENCE_S) for process in processes] == [0] * len(processes)
+            wait_for("the log says so too", lambda: b"gets no work: it does not fit" in log.read_bytes())

@@ -15,7 +15,7 @@ DNS = "dns://"  # begins the name of coordinators that are found while a worker 
 class ReportSettings(BaseModel):
     """Destinations of logs and traces."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     log_level: LogLevel = Field(
         default="info", description="Least level that is logged; SIGUSR2 toggles debug."
@@ -34,7 +34,7 @@ class ReportSettings(BaseModel):
 class ClusterKeySettings(BaseModel):
     """The cluster's key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     key_file: Path | None = Field(
         default=None,

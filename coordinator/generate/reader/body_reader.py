@@ -14,13 +14,15 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ApiError, Overloaded, Unavailable
 from ...http.limits import HttpLimits
-from ...http.overload import Overload
 from ...lifecycle.adapters import AdapterNames
 from ...text.served_model import ServedModel
+
+if TYPE_CHECKING:  # it imports Prometheus' client, which the reader's process starts without
+    from ...http.overload import Overload
 
 MOST_PROCESSES = 4
 ANSWER_TIMEOUT_S = 120.0

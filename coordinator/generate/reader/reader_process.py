@@ -15,12 +15,11 @@ import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ...errors import ApiError, InvalidRequest
-from ...http.call import Endpoint
 from ...http.limits import HttpLimits
 from ...lifecycle.adapters import AdapterNames
 from ...lifecycle.request import PriorityClass
@@ -32,6 +31,10 @@ from ..token_pages import DetokenizeRequest, TextRequest, TokenizeRequest, detok
 from .allocator import give_memory_back, trimmer
 from .body_reader import receive, send
 from .websocket_message import parsed_message, with_stream
+
+if TYPE_CHECKING:  # it imports the HTTP server, which the reader's process starts without
+    from ...http.call import Endpoint
+
 
 NICENESS = 5
 """Streams come first: they write with every token, and large bodies arrive now and then."""

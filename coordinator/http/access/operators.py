@@ -49,7 +49,7 @@ WRONG = f"This is not the admin key. {WHERE}"
 class LoginBody(BaseModel):
     """POST /dashboard/login."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     key: Annotated[str, Field(max_length=1024)]
 
