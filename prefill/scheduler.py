@@ -145,7 +145,8 @@ class PrefillScheduler:
         budget = min(self._budget.now, most)
         chunks: list[Chunk] = []
         queue = _QueuePass(self, now) if self.waiting else None
-        candidates = [*self.running.values(), *self.waiting.values()]
+        started = (s for s in self.running.values() if s.unscheduled and not s.cancelled)
+        candidates = [*started, *self.waiting.values()]
         if len(candidates) > 1:
             size, cached, aging = self.block_size, self.prompt_blocks.num_cached, self._aging
             candidates.sort(
@@ -157,7 +158,7 @@ class PrefillScheduler:
             if queue is not None and sequence.key in self.waiting and not queue.starts(sequence):
                 continue
             count = min(budget, sequence.until_branch)
-            if count == 0 or sequence.cancelled or (sequence.alone and (chunks or num_decode_rows)):
+            if sequence.alone and (chunks or num_decode_rows):
                 continue
             if sequence.state.lacks_matcher and count == sequence.unscheduled and not sequence.scores_only:
                 continue  # nothing could be sampled yet

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from math import ceil, sqrt
 
-from ...engine.latency_profile import Profile
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.latency_profile import Profile, StepModel
 from ...transport.handoff.layer_slicing import LayerSlicing
 
 
@@ -18,13 +21,10 @@ class StepTimes:
         self.put_s, self.slice_s = profile.handoff.put_s, profile.handoff.slice_s
         self.bytes_per_s = profile.handoff.bytes_per_s
         self.least_prompt_tokens = min(profile.memory.block_size, max_batch_tokens)  # beside sequences
-        prefill, decode = profile.prefill.seconds, profile.decode.seconds
-        self._prompt = [prefill(n, 0, 0) for n in range(max_batch_tokens + 1)]
-        self._prompt_read = [prefill(n, 1e6, 0) * 1e-6 - 1e-6 * base for n, base in enumerate(self._prompt)]
+        self._prompt, self._prompt_read = _tables(profile.prefill, max_batch_tokens, seqs_a_unit=0)
         last = profile.prefill.pieces[-1]
         self._prompt_seq, self._prompt_cached = last.seq_s, last.cached_s
-        self._decode = [decode(n, 0, n) for n in range(max_num_seqs + 1)]
-        self._decode_read = [decode(n, 1e6, n) * 1e-6 - 1e-6 * base for n, base in enumerate(self._decode)]
+        self._decode, self._decode_read = _tables(profile.decode, max_num_seqs, seqs_a_unit=1)
         self.prefill_loop_s, self.decode_loop_s = profile.prefill_loop_s, profile.decode_loop_s
         self._once_s = self.prefill_loop_s + profile.once_s
         self.slicing = LayerSlicing(profile.memory.num_layers, profile.memory.block_bytes)
@@ -59,3 +59,26 @@ class StepTimes:
     def check_s(self, num_blocks: int) -> float:
         """Seconds that the receiver takes to check them."""
         return num_blocks * self.memory.block_bytes / self.handoff.check_bytes_per_s
+
+
+def _tables(model: StepModel, most: int, seqs_a_unit: int) -> tuple[list[float], list[float]]:
+    """Seconds of steps of 0 to ``most`` units that read nothing, and seconds more for each unit read."""
+    units = np.arange(most + 1.0)
+    base, read = (_seconds(model, units, reads, units * seqs_a_unit) for reads in (0.0, 1e6))
+    return base.tolist(), (read * 1e-6 - 1e-6 * base).tolist()
+
+
+def _seconds(
+    model: StepModel, units: NDArray[np.float64], reads: float, seqs: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """``model.seconds`` of many steps: a search makes hundreds of tables of thousands of steps."""
+    seconds = np.empty_like(units)
+    for piece in reversed(model.pieces):  # the first that holds counts
+        holds = units < (np.inf if piece.below is None or piece is model.pieces[-1] else piece.below)
+        x, y = np.array(piece.curve).T
+        i = np.clip(np.searchsorted(x, units, side="right"), 1, max(1, len(x) - 1))
+        at = np.full_like(units, y[0])
+        if len(x) > 1:
+            at = (y[i] - y[i - 1]) / (x[i] - x[i - 1]) * (units - x[i - 1]) + y[i - 1]
+        seconds[holds] = (at + piece.read_s * reads + piece.seq_s * seqs)[holds]
+    return np.maximum(seconds, 0.0)

@@ -187,7 +187,7 @@ def _rows(of: Cluster, requests: list[TraceRequest]) -> list[object]:
     return [r.row() for r in run(of, requests)[1]]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(of=clusters(), load=loads(), seed=st.integers(0, 99))
 def test_neighbours_that_cost_nothing_change_nothing(
     of: tuple[Cluster, bool], load: list[TraceRequest], seed: int

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.planned_loads import HARDWARE, LEVEL, question
+from support.planned_loads import HARDWARE, LEVEL, planned, question
 from support.simulated import profile
 
 from splitserve.engine.latency_profile import Contention, Piece
@@ -42,8 +42,7 @@ from splitserve.traces.request import Trace, TraceRequest
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
-    asked = question(400, 3, count=60)
-    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    asked, found = question(400, 3, count=60), planned(60)
     alike = [replace(found.best.candidate, prefill=n, decode=3 - n, colocated=0) for n in (1, 2)]
     best = max((answer(asked, candidate) for candidate in alike), key=lambda a: a.goodput)
     assert found.best.candidate.ratio == best.candidate.ratio
@@ -210,11 +209,8 @@ def test_what_a_model_cannot_hold_lowers_no_bound() -> None:
     )
     assert fewer == replace(plain, prompt=plain.prompt / 2, output=plain.output / 2)
     assert shorter.output < longer
-    found = search(
-        Question.of(HARDWARE, Load((*load, *cut[-1:]), None), LEVEL),
-        Goal("goodput", Limits(3), chunks=(512,)),
-        1,
-    )
+    one_more = Question.of(HARDWARE, Load((*load, *cut[-1:]), None), LEVEL)
+    found = replace(planned(60), question=one_more)
     assert sentences(found)[0] == f"Cut short: 1 of 61 answers, which end at the model's {longer:,} tokens."
 
 
@@ -276,7 +272,7 @@ def test_steps_that_the_sketch_does_not_time_are_simulated(changes: dict[str, An
 
 
 def test_a_rate_at_which_the_search_ends_is_at_most_however_long_the_load() -> None:
-    asked = replace(question(400, 3, count=200), level=ServiceLevel(Slo(60.0, 5.0), 0.9))
+    asked = replace(question(400, 3, count=120), level=ServiceLevel(Slo(60.0, 5.0), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     assert found.sustained is None, "the load lasts"
     assert found.winner.at_bound

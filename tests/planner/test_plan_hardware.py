@@ -180,7 +180,7 @@ def test_a_pool_takes_workers_of_another_kind_where_that_serves_more() -> None:
     slower = {name: getattr(old, name).times(2.0) for name in ("prefill", "decode")}
     new = Kind("new", profile(), price_per_hour=3.0, stock="n")
     kinds = new, Kind("old", old.model_copy(update=slower), price_per_hour=1.0, stock="o")
-    asked = Question.of(Hardware(kinds), question(300, 8, count=24).load, LEVEL)
+    asked = Question.of(Hardware(kinds), question(300, 8, count=16).load, LEVEL)
     limits = Limits(5, stocks=(("n", 3), ("o", 2)))
     goal = Goal("goodput", limits, chunks=(512,))
     found = search(asked, goal, processes=1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.table import Table
-from support.planned_loads import HARDWARE, LEVEL, question
+from support.planned_loads import HARDWARE, LEVEL, planned, question
 from support.simulated import profile
 
 from splitserve.engine.latency_profile import Residuals
@@ -64,7 +65,7 @@ def test_a_load_that_is_over_before_the_cluster_has_filled_is_told_as_a_bound() 
 def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_for_long() -> None:
     """It ends just below the rate that workers keep up with by mean lengths, and nothing has queued up."""
     requests = tuple(
-        TraceRequest(0.05 * i + 0.02 * (i % 3), 300 + 37 * i % 250, 40 + 11 * i % 30) for i in range(100)
+        TraceRequest(0.05 * i + 0.02 * (i % 3), 300 + 37 * i % 250, 40 + 11 * i % 30) for i in range(60)
     )
     asked = Question.of(HARDWARE, Load(requests, None), ServiceLevel(Slo(0.25, 0.5), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
@@ -85,7 +86,7 @@ def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_f
 
 
 def test_a_load_that_lasts_is_told_as_it_is() -> None:
-    found = search(question(400, 3, count=60), Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    found = planned(60)
     assert found.sustained is None
     assert "most, over and over" not in rates_of(found)
     assert not any("over before the cluster has filled" in line for line in sentences(found))
@@ -93,7 +94,7 @@ def test_a_load_that_lasts_is_told_as_it_is() -> None:
 
 def test_what_errors_of_the_profile_would_make_of_the_goodput_is_told() -> None:
     load, off, plain = (
-        question(400, 3, count=120).load,
+        question(400, 3, count=60).load,
         Residuals(num_points=9, mean=0.2, p95=0.3, worst=0.4),
         profile(),
     )
@@ -116,13 +117,13 @@ def test_what_errors_of_the_profile_would_make_of_the_goodput_is_told() -> None:
 
 
 def test_a_profile_that_does_not_know_its_errors_is_told() -> None:
-    found = search(question(400, 3, count=24), Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    found = planned(24)
     assert found.if_slower is None
     assert any("By how much the profile is off it does not say." in line for line in sentences(found))
 
 
 def test_the_best_pure_split_is_told_beside_a_colocated_recommendation() -> None:
-    asked = replace(question(100, 30, count=60), level=ServiceLevel(Slo(2.0, 0.2), 0.9))
+    asked = replace(question(100, 30, count=30), level=ServiceLevel(Slo(2.0, 0.2), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1, with_curves=True)
     assert not found.disaggregates
     assert found.split.candidate.is_split
@@ -184,7 +185,7 @@ def test_the_sustained_rate_leads_and_costs_are_told_by_tokens() -> None:
     (kind,) = HARDWARE.kinds
     hardware = Hardware((replace(kind, price_per_hour=2.0),))
     asked = Question.of(hardware, question(400, 3, count=60).load, LEVEL)
-    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    found = replace(planned(60), question=asked)  # a price changes no search for goodput
     message = sentences(found)
     hours = 1e6 / (3600 * found.winner.goodput * asked.demand.output)
     assert message[3].startswith(f"Costs 3 GPUs, {3 * hours:.2f} GPU hours a million output tokens; 6.00 an ")
@@ -203,7 +204,7 @@ def test_the_sustained_rate_leads_and_costs_are_told_by_tokens() -> None:
 
 
 def test_the_answer_comes_first_and_each_rate_is_named_by_what_it_is() -> None:
-    found = search(question(400, 3, count=60), Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    found = deepcopy(planned(60))
     found.winner.bound *= 2  # as where the search ends at a bound on latency
     built, served, limit, costs, verdict, *_ = told(found)
     assert built.startswith("Recommended: 2 prefill and 1 decode workers (2P:1D), steps of ")

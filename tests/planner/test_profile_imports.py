@@ -132,7 +132,7 @@ def test_a_plan_chooses_whether_to_speculate_where_servers_were_measured_with_an
         (tmp_path / f"{name}.csv").write_text("\n".join(["isl,osl,concurrency,ttft,tpot", *rows]))
         made, _ = imported(tmp_path / f"{name}.csv", LIKE)
         kinds.append(Kind.of(made.model_copy(update={"name": name}), 2))
-    asked = Question.of(Hardware(tuple(kinds)), question(300, 100, count=30).load, LEVEL)
+    asked = Question.of(Hardware(tuple(kinds)), question(300, 40, count=20).load, LEVEL)
     found = search(asked, Goal("goodput", Limits(4), chunks=(2048,)), processes=1)
     used = {kind.name for _, kind in asked.hardware.pools(found.winner.candidate)}
     assert used == {"drafts"}

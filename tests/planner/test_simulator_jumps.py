@@ -73,7 +73,7 @@ CASES = {
         ),
         talk(),
     ),
-    "deaths at any time": (cluster(3, 3, UNEVEN, mean_seconds_between_failures=2.0), talk(150)),
+    "deaths at any time": (cluster(3, 3, UNEVEN, mean_seconds_between_failures=2.0), talk(100)),
     "colocated": (colocated(2, of=UNEVEN), talk()),
     "colocated, no room for all": (
         colocated(2, of=profile(memory=SMALL, noise_cv=0.02)),
@@ -88,7 +88,7 @@ CASES = {
     "pauses": (cluster(2, 2, UNEVEN, mean_seconds_between_failures=9.0), talk(40, every_s=1.7)),
     "colocated, pauses": (colocated(2, of=UNEVEN), talk(40, every_s=1.7)),
     "layers": (cluster(2, 3, LAYERED), talk()),
-    "layers, deaths at any time": (cluster(3, 3, LAYERED, mean_seconds_between_failures=2.0), talk(150)),
+    "layers, deaths at any time": (cluster(3, 3, LAYERED, mean_seconds_between_failures=2.0), talk(100)),
     "layers, no room for all": (
         cluster(2, 1, LAYERED.model_copy(update={"memory": SMALL_LAYERED})),
         talk(every_s=0.002),
@@ -96,7 +96,7 @@ CASES = {
     "on one host": (cluster(2, 3, CONTENDED, workers_per_host=5), talk()),
     "two on a host, deaths at any time": (
         cluster(3, 3, CONTENDED, workers_per_host=2, mean_seconds_between_failures=2.0),
-        talk(150),
+        talk(100),
     ),
     "colocated on one host": (
         colocated(2, prefill=1, of=CONTENDED).model_copy(update={"workers_per_host": 3}),
@@ -188,7 +188,7 @@ def loads(draw: st.DrawFn) -> list[TraceRequest]:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(of=clusters(), load=loads(), seed=st.integers(0, 99))
 def test_jumps_land_where_steps_do_whatever_the_cluster_and_the_load(
     of: tuple[Cluster, bool], load: list[TraceRequest], seed: int

@@ -85,9 +85,9 @@ def good_of_slow_prefill(steered: bool) -> tuple[float, list[Decision]]:
 
 @pytest.mark.parametrize(("phase", "prefill", "good"), [(CODE, 1, 0.45), (CHAT, 3, 0.9)])
 def test_rules_without_a_profile_mend_a_wrong_ratio_and_rest(phase: Phase, prefill: int, good: float) -> None:
-    alone = run([phase], 200.0, prefill, 1, NUM_WORKERS)
+    alone = run([phase], 90.0, prefill, 1, NUM_WORKERS)  # for longer it only falls
     ruled = run([phase], 200.0, prefill, 1, NUM_WORKERS, steered=True, by_rules=True)
-    assert alone.num_good < 0.1 * sum(alone.total)
+    assert alone.num_good < 0.25 * sum(alone.total)
     assert ruled.num_good > good * sum(ruled.total)
     assert len(ruled.flips) == 2
 

@@ -29,7 +29,7 @@ COLLAPSE_EVERY = 4
 """Worlds between two looks at what has come to the heap."""
 REST_S = 60.0
 """Once the faults have stopped, everything must have ended and come to rest within this many
-(virtual) seconds."""
+(virtual) seconds, in a world of ``REQUESTS``; see ``rest_s``."""
 
 
 def simulate(seed: int, scenario: Scenario, requests: int = REQUESTS) -> World:
@@ -63,15 +63,21 @@ def _live(world: World, requests: int) -> None:
             lambda: len(pending) <= requests // 20 or bool(world.violations), FAULTS_GO_ON_S
         )
         world.queue.run(world.queue.now + world.random.random())
-        _come_to_rest(world)
+        _come_to_rest(world, rest_s(requests))
 
 
-def _come_to_rest(world: World) -> None:
+def rest_s(requests: int) -> float:
+    """The same in a world of ``requests``. One half is for work, of which a smaller world has less, the
+    other for what is waited for, such as an answer."""
+    return REST_S * (1 + min(1.0, requests / REQUESTS)) / 2
+
+
+def _come_to_rest(world: World, at_most_s: float) -> None:
     world.calm = True
     world.network.heal()
     calm_since = world.queue.now
     world.queue.run(max(calm_since + LATE_S, world.network.held_until) + 0.01)  # what was late has come
-    world.queue.run_until(lambda: world.checks.at_rest() or bool(world.violations), REST_S)
+    world.queue.run_until(lambda: world.checks.at_rest() or bool(world.violations), at_most_s)
     world.rest_s = world.queue.now - calm_since
     world.queue.run(world.queue.now + 0.4)  # everything has been reported
     world.checks.at_end()

@@ -79,7 +79,8 @@ NAMED = {
         rate=300.0,
     ),
     "mixed": Scenario(
-        MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)
+        replace(MIXED, step_no_memory=0.01),
+        Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80),
     ),
     "borrowing": Scenario(
         replace(MIXED, kill_every=1.0, flip_every=0.3),
@@ -176,7 +177,7 @@ NAMED = {
     "deaths": Scenario(
         Faults(kill_every=0.12, cancel=0.05), Cluster(num_prefill=2, num_decode=2), product_limits=True
     ),
-    "poison": Scenario(Faults(poison=0.005), Cluster(num_prefill=3, num_decode=3), product_limits=True),
+    "poison": Scenario(Faults(poison=0.02), Cluster(num_prefill=3, num_decode=3), product_limits=True),
     "dispatchers": Scenario(
         Faults(
             late_turn=0.05,

@@ -29,12 +29,12 @@ from splitserve.transport.messages.messages import (
 )
 
 FIRST_SEED = int(os.environ.get("SPLITSERVE_SIMULATION_SEED", 20_261_128))
-SMALL_WORLD = 50
-"""Requests: what a bug leaves behind shows at its end. (Large ones, of ``REQUESTS``, have time for what takes
-long to build up.)"""
-PARTS = (REQUESTS, 2_500), (REQUESTS, 2_500), (SMALL_WORLD, 1_000)
-OF_A_KIND = ((REQUESTS, 500), (SMALL_WORLD, 50))
-"""Requests a world, and in all. (A request of a small world takes three times as long.)"""
+SMALL_WORLD, HALF_A_WORLD = 50, REQUESTS // 2
+"""Requests: what a bug leaves behind shows at a world's end. (Large ones, of ``REQUESTS``, have time for what
+takes long to build up.)"""
+PARTS = (REQUESTS, 2_000), (150, 1_200), (SMALL_WORLD, 800)
+OF_A_KIND = ((HALF_A_WORLD, HALF_A_WORLD), (SMALL_WORLD, SMALL_WORLD))
+"""Requests a world, and in all: small worlds are dearer a request, and more kinds of clusters are drawn."""
 SEEN = Report()
 """What has happened in the tests of this file so far."""
 
@@ -61,7 +61,7 @@ def test_nothing_is_lost_to_one_kind_of_fault(name: str) -> None:
 def test_the_ends_add_up_to_the_requests() -> None:
     """One each, or none where the client's coordinator died. (Not in every world one dies with clients: in
     these it does.)"""
-    counts = (report := run(1, 2 * REQUESTS, "coordinators")).counts
+    counts = (report := run(1, 2 * HALF_A_WORLD, "coordinators", a_world=HALF_A_WORLD)).counts
     assert counts["orphaned: their coordinator died"]
     assert (
         sum(count for what, count in counts.items() if what.startswith(("ended: ", "orphaned: ")))
@@ -176,8 +176,8 @@ def _received(faults: Faults) -> list[int]:
 
 
 def test_a_seed_replays_in_another_process() -> None:
-    world = simulate_named("drawn", 99)
-    command = [sys.executable, "-m", "simulation", "--seed", "99"]
+    world = simulate_named("drawn", 99, SMALL_WORLD)
+    command = [sys.executable, "-m", "simulation", "--seed", "99", "--a-world", str(SMALL_WORLD)]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     folder = Path(__file__).parent.parent
     done = subprocess.run(

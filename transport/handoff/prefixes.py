@@ -79,6 +79,8 @@ class PrefixSender:
             self._sender.finish(out.key, blocks, 0, None, now)
 
     def _granted(self) -> Outgoing | None:
+        if not self._num_left:  # as in nearly every turn
+            return None
         outgoing = (self._sender.outgoing.get(key) for key in self._num_left)
         return next((out for out in outgoing if out is not None and out.grant is not None), None)
 

@@ -33,6 +33,8 @@ class MoverTargets:
         log: Callable[[str], None] = _log.warning,
     ) -> None:
         self._targets, self.endpoints = targets, endpoints
+        talking = map(as_talking_target, targets.values())
+        self._talking = [target for target in talking if target is not None]
         self.ways_in = WaysIn(targets, log)
 
     @property
@@ -64,17 +66,17 @@ class MoverTargets:
 
     def receive(self, peer: PeerId, message: Message) -> None:
         """Take one of BETWEEN_MOVERS."""
-        for target in self._targets.values():
-            if (talking := as_talking_target(target)) is not None:
-                talking.receive(peer, message)
+        for target in self._talking:
+            target.receive(peer, message)
 
     def take_messages(self) -> list[tuple[PeerId, Message]]:
         """Return the movers' messages to their other ends."""
-        talking = [as_talking_target(target) for target in self._targets.values()]
-        return [message for target in talking if target is not None for message in target.take_messages()]
+        return [message for target in self._talking for message in target.take_messages()]
 
     def poll(self, ready: AbstractSet[object], limit: int) -> list[Arrival]:
         """Return arrivals of movers whose descriptor is among ``ready``, up to ``limit`` blocks each."""
+        if not ready:
+            return []
         return [
             arrival
             for target in self._targets.values()
