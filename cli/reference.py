@@ -56,8 +56,10 @@ SERVING = ("coordinator", "prefill", "decode", "worker", "up")
 OTHERS = """\
 ## Other commands
 
-`--help` of each lists its settings. They have names in the file and variables, too: `trace_make: {rate: 2}`.
-`splitserve keygen FILE` makes a [cluster key](hosts.md#2-one-key).
+`splitserve --help` lists them, and `--help` of each its settings, which have names in the file and
+variables, too: `trace_make: {rate: 2}`. Pages: [chat](../README.md#start),
+[top](observability.md#in-a-terminal), [keygen, doctor](hosts.md), [flip](steering.md#a-role-flip),
+[keys, usage](tenants.md), [trace, bench, profile, simulate](planning.md), [plan](choosing_a_ratio.md).
 """
 
 
@@ -73,7 +75,7 @@ def page() -> str:
     parts, rows_of = [INTRODUCTION], dict[str, dict[str, str]]()
     for name in SERVING:
         model = SECTIONS[name]
-        lines = [f"## {_command(name)}", "", _purpose(name), ""]
+        lines = [f"## {_command(name)}", "", " ".join((model.__doc__ or "").split()), ""]
         rows = rows_of[name] = _rows(model)
         own = dict(rows)
         for other in sorted([*rows_of][:-1], key=lambda other: -_num_shared(rows_of[other], rows)):
@@ -83,14 +85,7 @@ def page() -> str:
         if own:
             lines += ["| setting | value | default | meaning |", "|---|---|---|---|", *own.values(), ""]
         parts.append("\n".join(lines))
-    purposes = {name: _purpose(name).partition(". ")[0].rstrip(".") for name in SECTIONS}
-    others = [f"| `{_command(name)}` | {purposes[name]} |" for name in SECTIONS if name not in SERVING]
-    parts.append("\n".join([OTHERS, "| command | purpose |", "|---|---|", *others, ""]))
-    return "\n".join(parts)
-
-
-def _purpose(section: str) -> str:
-    return " ".join((SECTIONS[section].__doc__ or "").split())
+    return "\n".join([*parts, OTHERS])
 
 
 def _num_shared(rows: dict[str, str], others: dict[str, str]) -> int:

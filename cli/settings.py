@@ -62,15 +62,14 @@ class UpSettings(BaseModel):
 
     on: Literal["here", "slurm", "ray"] = Field(
         default="here",
-        description="On this machine, as Slurm jobs, or as actors of the Ray cluster that RAY_ADDRESS names. "
-        "Elsewhere it needs --run-dir and ends when the cluster serves; run again with other "
-        "numbers it adds and drains workers.",
+        description="On this machine, as Slurm jobs, or as actors of the Ray cluster that RAY_ADDRESS "
+        "names. Elsewhere it needs --run-dir and ends when the cluster serves.",
     )
-    stop: bool = Field(default=False, description="With --on slurm or ray: stop all; workers drain.")
+    stop: bool = Field(default=False, description="With --on slurm or ray: drain and stop all.")
     roll: bool = Field(
         default=False,
-        description="With --on slurm or ray: start each process again, workers one at a time after they have "
-        "drained, then the coordinator: with the build that is installed by then, and with these settings.",
+        description="With --on slurm or ray: start each process again, one at a time, with the "
+        "installed build and these settings.",
     )
     sbatch: str = Field(
         default="", description="Options of sbatch for every job, such as `-p gpu -t 8:00:00`."
@@ -83,37 +82,26 @@ class UpSettings(BaseModel):
         description="Ray's resources that each prefill worker needs besides its CPUs and GPU, such as "
         "`accelerator_type:H100=0.001`; spaces between several.",
     )
-    ray_decode: str = Field(
-        default="",
-        pattern=RAY_RESOURCES,
-        description="The same for each decode worker, such as `accelerator_type:A100=0.001`.",
-    )
+    ray_decode: str = Field(default="", pattern=RAY_RESOURCES, description="The same for each decode worker.")
 
     prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill workers.")
     decode: int = Field(default=1, ge=0, le=256, description="Number of decode workers.")
-    mixed: int = Field(
-        default=0,
-        ge=0,
-        le=256,
-        description="Number of workers of both roles, besides: each generates for the prompts that it "
-        "computes, and for those of prefill workers.",
-    )
+    mixed: int = Field(default=0, ge=0, le=256, description="Number of workers of both roles, besides.")
     pools: tuple[PoolSettings, ...] = Field(
         default=(), description="Further workers, as `splitserve plan --launch-file` writes them."
     )
     flexible: bool = Field(
         default=False,
-        description="Workers that can change their roles (`splitserve flip`): `prefill` and `decode` "
-        "count the roles that they begin with.",
+        description="Workers can change their roles (`splitserve flip`): `prefill` and `decode` count "
+        "the first roles.",
     )
     borrow: bool = Field(
-        default=False,
-        description="Workers that take work of the other role where it would otherwise wait for room.",
+        default=False, description="Workers take work of the other role where it would otherwise wait."
     )
     run_dir: Path | None = Field(
         default=None,
-        description="Folder for the cluster's key, the workers' settings and logs; with --on slurm on every "
-        "node. Default: a temporary one.",
+        description="Folder for key, settings and logs; with --on slurm a shared one. Default: a "
+        "temporary one.",
     )
     ready_timeout_s: float = Field(
         default=600, gt=0, le=86_400, description="Seconds until the first answer must have been possible."
@@ -122,14 +110,14 @@ class UpSettings(BaseModel):
         default=10,
         ge=0,
         le=600,
-        description="Seconds that a process gets to stop, beyond --shutdown-timeout-s, before it is killed.",
+        description="Seconds beyond --shutdown-timeout-s before a process is killed.",
     )
     hung_after_s: float = Field(
         default=15,
         gt=0,
         le=86_400,
-        description="Seconds that a worker's process may run after the coordinator has given it up; then it "
-        "is killed and started anew.",
+        description="Seconds that a worker may run after the coordinator has given it up; then it is "
+        "killed and started anew.",
     )
     chat: bool = Field(
         default=False, description="When ready, start a chat in this terminal; stop everything when it ends."
@@ -138,7 +126,7 @@ class UpSettings(BaseModel):
         default=None,
         min_length=1,
         max_length=1 << 20,
-        description="When ready, print the answer to this one question and stop everything.",
+        description="When ready, print the answer to this question and stop everything.",
     )
     api_key_file: Path | None = Field(
         default=None, description="File with the API key for --chat and --prompt, with --tenants-file."

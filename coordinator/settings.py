@@ -27,9 +27,9 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     """Takes HTTP requests and sends them to the workers. Free of torch and of the model's weights."""
 
     model: Path = Field(
-        description="Hugging Face checkpoint folder, a model of the hub such as Qwen/Qwen3-0.6B, a "
-        "GGUF file (needs splitserve[gguf]), or s3://BUCKET/PREFIX (needs "
-        "splitserve[s3]); the coordinator reads only its config, tokenizer and chat template."
+        description="Checkpoint folder, a model of the hub such as Qwen/Qwen3-0.6B, a GGUF file (needs "
+        "splitserve[gguf]), or s3://BUCKET/PREFIX (needs splitserve[s3]). Only its config, "
+        "tokenizer and chat template are read."
     )
     revision: str = Field(
         default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."
@@ -38,39 +38,34 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         default="",
         max_length=4096,
         pattern=r"^([^,]{1,256}(,[^,]{1,256})*)?$",
-        description="Model name in the API; after commas further names that requests may give. Default: the "
-        "name of the model's folder.",
+        description="Model name in the API; after commas further names. Default: the name of the "
+        "model's folder.",
     )
     control_address: str = Field(
         default="tcp://127.0.0.1:7700",
         pattern=r"^tcp://[^\s:]+:\d+$|^tcp://\[[0-9a-fA-F:.]+\]:\d+$",
-        description="Where workers reach the coordinator: it listens here. tcp://HOST:PORT, HOST an "
-        "address of this machine or 0.0.0.0.",
+        description="Where workers reach the coordinator: tcp://HOST:PORT, HOST an address of this "
+        "machine or 0.0.0.0.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=1,
         le=1 << 20,
-        description="Most tokens of prompt and output together. Default: the model's, or as many as every "
-        "worker holds.",
+        description="Most tokens of prompt and output. Default: the model's, or as many as every worker "
+        "holds.",
     )
     tool_call_parser: ToolParserOption = Field(
         default="auto", description="How the model writes tool calls. auto: by its chat template."
     )
     reasoning_parser: ReasoningOption = Field(
         default="auto",
-        description="How a chat's answer marks the thought before it, which becomes its reasoning_content. "
-        "auto: by the chat template.",
+        description="How an answer marks its thought, which becomes reasoning_content. auto: by the "
+        "chat template.",
     )
     trust_request_chat_template: bool = Field(
-        default=False,
-        description="Requests may bring their own chat_template, a program of theirs that runs in a sandbox.",
+        default=False, description="Requests may bring their own chat_template, which runs in a sandbox."
     )
-    ollama: bool = Field(
-        default=False,
-        description="Speak Ollama's API, too: /api/chat, /api/generate, /api/show, /api/tags, /api/ps and "
-        "/api/version.",
-    )
+    ollama: bool = Field(default=False, description="Speak Ollama's API too.")
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
     max_queue: int = Field(
         default=1024,
@@ -85,8 +80,8 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         default=128,
         ge=0,
         le=1 << 20,
-        description="A prefill worker gets the KV blocks of this many prompt tokens or more from another "
-        "worker that has them cached; fewer are computed. 0: it computes all.",
+        description="A prefill worker gets KV blocks that another worker has cached if they hold this "
+        "many prompt tokens; fewer are computed. 0: all are.",
     )
     prefill_timeout_s: float = Field(
         default=300, gt=0, le=86_400, description="Longest time to compute a prompt; then 504."
@@ -94,8 +89,8 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     ttft_slo: str = Field(
         default="",
         pattern=rf"^$|^{_CLASS_SECONDS}(,{_CLASS_SECONDS})*$",
-        description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a request "
-        "that would take longer is refused at once with 429.",
+        description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a "
+        "request that would take longer gets 429 at once.",
     )
     heartbeat_s: float = Field(
         default=0.25, ge=0.01, le=60, description="Seconds between the workers' reports."
@@ -113,25 +108,25 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         default=1,
         ge=1,
         le=48,
-        description="Processes that share the HTTP port; each has a control port and an admin port of its "
-        "own, counted from the given ones.",
+        description="Processes that share the HTTP port; their control and admin ports are counted from "
+        "the given ones.",
     )
     batch_file: Path | None = Field(
         default=None,
-        description="SQLite file of /v1/files and /v1/batches, made if it is missing; coordinators of one "
-        "host may share it. Default: no batches.",
+        description="SQLite file of /v1/files and /v1/batches; coordinators of one host may share it. "
+        "Default: no batches.",
     )
     responses_file: str | None = Field(
         default=None,
         min_length=1,
-        description="SQLite file of stored /v1/responses; for several hosts redis://HOST:6379/0. Default: a "
-        "temporary file, which ends with the coordinator.",
+        description="SQLite file of stored /v1/responses; for several hosts redis://HOST:6379/0. "
+        "Default: a temporary file.",
     )
     retention_days: float = Field(
         default=30,
         gt=0,
         le=36_500,
-        description="Days after which stored responses, files, and batches that are over, are deleted.",
+        description="Days after which stored responses, files and ended batches are deleted.",
     )
 
     @property

@@ -36,8 +36,8 @@ class ComputeSettings(BaseModel):
         default=1,
         ge=1,
         le=64,
-        description="GPUs of a worker, `device` and the next ones, each with a part of the model. On CPUs: "
-        "parts with `threads` threads each. Roles may differ.",
+        description="GPUs of a worker, from `device` on. On CPUs: parts with `threads` threads each. "
+        "Roles may differ.",
     )
     dtype: DType = Field(
         default="auto",
@@ -46,15 +46,13 @@ class ComputeSettings(BaseModel):
     )
     kv_dtype: KVDType = Field(
         default="auto",
-        description="Type of the KV cache, the same on all workers. auto: as dtype. int8: a scale for each "
-        "token and head; CPUs only. fp8: float8 (e4m3) with the checkpoint's scales, else 1; not "
-        "yet served on a GPU.",
+        description="Type of the KV cache, the same on all workers. auto: as dtype. int8: CPUs only. "
+        "fp8: float8 (e4m3), not yet served on a GPU.",
     )
     quantization: Quantization = Field(
         default="none",
-        description="Weights of linear layers, quantised as they load; the same on all workers. int8: a "
-        "scale for each row; int4: for each 32 inputs. fp8: float8 (e4m3), not the head; on GPUs inputs "
-        "too. Not yet served on a GPU.",
+        description="Weights of linear layers, quantised as they load; the same on all workers. fp8: "
+        "float8 (e4m3). Not yet served on a GPU.",
     )
     block_size: int = Field(
         default=0,
@@ -63,34 +61,29 @@ class ComputeSettings(BaseModel):
         description="Tokens per KV block, the same on all workers. 0: 16 on CPUs, 64 on GPUs.",
     )
     kv_cache_gib: float | None = Field(
-        default=None,
-        gt=0,
-        le=65_536,
-        description="Size of the KV cache in GiB. Default: by the free memory; in host memory at most for 64 "
-        "sequences (or max_num_seqs).",
+        default=None, gt=0, le=65_536, description="Size of the KV cache in GiB. Default: by the free memory."
     )
     max_model_len: int | None = Field(
         default=None,
         ge=1,
         le=1 << 20,
-        description="Most tokens of prompt and output together. Default: the model's, or as many as the KV "
-        "cache holds.",
+        description="Most tokens of prompt and output. Default: the model's, or as many as the KV cache "
+        "holds.",
     )
     exact: bool = Field(
         default=False,
-        description="The same request gives the same tokens whatever shares its batch, is cached, or fails; "
-        "the same on all workers.",
+        description="The same request gives the same tokens whatever shares its batch, is cached, or "
+        "fails; on all workers or none.",
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         default=1,
-        description="CPU threads for computing, 1 to 1024; auto: this worker's share of the cores that are "
-        "left on this host.",
+        description="CPU threads for computing, 1 to 1024; auto: this worker's share of the host's free "
+        "cores.",
     )
     runner: str = Field(
         default="model",
         pattern=r"^(model|paced:.+)$",
-        description="model computes; paced:PROFILE.json takes the profile's time and computes nothing, to "
-        "rehearse a cluster without weights.",
+        description="model computes; paced:PROFILE.json takes the profile's time and computes nothing.",
     )
 
 
@@ -100,9 +93,8 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
     role: ClassVar[str] = "worker"
 
     model: Path = Field(
-        description="Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a "
-        "model of the hub such as Qwen/Qwen3-0.6B, a GGUF file (needs splitserve[gguf]), "
-        "or s3://BUCKET/PREFIX (needs splitserve[s3])."
+        description="Checkpoint folder, a model of the hub such as Qwen/Qwen3-0.6B, a GGUF file (needs "
+        "splitserve[gguf]), or s3://BUCKET/PREFIX (needs splitserve[s3])."
     )
     revision: str = Field(
         default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."
@@ -115,83 +107,69 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
     coordinator: str = Field(
         default="tcp://127.0.0.1:7700",
         pattern=rf"^{CONTROL_ADDRESS}(,{CONTROL_ADDRESS})*$",
-        description="The coordinator's control address, tcp://HOST:PORT; those of several hosts with commas "
-        "between. dns://HOST:PORT: every address that HOST has.",
+        description="The coordinator's control address, tcp://HOST:PORT; several with commas between. "
+        "dns://HOST:PORT: every address of HOST.",
     )
     num_blocks: int | None = Field(
         default=None, ge=2, le=1 << 24, description="Blocks in the KV cache; instead of kv_cache_gib."
     )
     kv_cache_shrink: bool = Field(
         default=False,
-        description="If num_blocks or kv_cache_gib do not fit, start with what does, if that holds one "
+        description="If num_blocks or kv_cache_gib do not fit, start with what fits, if it holds one "
         "sequence of max_model_len.",
     )
     kv_store: str = Field(
         default="",
-        description="Folder for KV blocks that the cache may evict, encrypted: prompts that begin with them "
-        "read them back, on every worker that is given this folder, also after a restart. Or an object "
-        "store (needs splitserve[object-store]): s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or "
+        description="Folder for encrypted KV blocks that the cache evicts; every worker with this "
+        "folder reads them back, also after a restart. Or an object store (needs "
+        "splitserve[object-store]): s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or "
         "az://CONTAINER/PREFIX.",
     )
     kv_store_gib: float | None = Field(
         default=None,
         gt=0,
         le=1 << 20,
-        description="Size of the whole folder kv_store in GiB. Default: 10. Not for an object store: its "
-        "lifecycle rules remove what is old.",
+        description="Size of the whole folder kv_store in GiB. Default: 10. Not for an object store.",
     )
     lora_folder: Path | None = Field(
         default=None,
-        description="Folder with an adapter (LoRA) in each of its subfolders, as peft saves it. Requests "
-        "name the subfolder as their model. New ones are served without a restart.",
+        description="Folder with an adapter (LoRA) in each subfolder, as peft saves it; requests name "
+        "the subfolder as their model.",
     )
-    max_loras: int = Field(
-        default=8,
-        ge=1,
-        le=MAX_ADAPTERS,
-        description="Most adapters of lora_folder that are served at a time.",
-    )
+    max_loras: int = Field(default=8, ge=1, le=MAX_ADAPTERS, description="Most adapters served at a time.")
     max_lora_rank: int = Field(default=16, ge=1, le=512, description="Largest rank of an adapter.")
     mtp: bool = Field(
         default=False,
         description="Load the layer by which the model itself drafts tokens (DeepSeek-V3, GLM-4.5 to 4.7, "
-        "ERNIE 4.5); the same on all workers. The KV cache has a layer more.",
+        "ERNIE 4.5); the same on all workers.",
     )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="Share of the GPU's whole memory that this worker may take; the KV cache gets the rest "
-        "of it. `splitserve up` divides it among workers that share a GPU.",
+        description="Share of the GPU's whole memory for this worker. `splitserve up` divides it among "
+        "workers that share a GPU.",
     )
     cpu_memory_utilization: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the host's (or container's) free memory, less weights, for the KV caches of "
-        "all workers of memory_shared_by. A fifth remains free.",
+        description="Share of the host's (or container's) free memory, less weights, for the KV caches "
+        "of memory_shared_by workers.",
     )
     memory_shared_by: int = Field(
-        default=1,
-        ge=1,
-        le=4096,
-        description="Workers of this cluster on this host: each takes an equal part of "
-        "cpu_memory_utilization.",
+        default=1, ge=1, le=4096, description="Workers on this host: each takes an equal part of the memory."
     )
     mover: Mover = Field(
         default="auto",
-        description="How KV blocks travel. auto: the first that both workers have and that passes a self-"
-        "test: cuda_ipc, nccl, shm, nixl, tcp. A mover that is named here and fails its self-test "
-        "is an error; one that fails in use is replaced by tcp.",
+        description="How KV blocks travel. auto: the first that both workers have and that passes a "
+        "self-test: cuda_ipc, nccl, shm, nixl, tcp.",
     )
     plaintext_kv: bool = Field(
-        default=False,
-        description="Send KV blocks between hosts in the clear, for a trusted network; needed on both "
-        "workers. Default: encrypted.",
+        default=False, description="Send KV blocks between hosts in the clear; needed on both workers."
     )
     step_log: Path | None = Field(
-        default=None,
-        description="Folder for a file of this process with a line for each step: its content and duration.",
+        default=None, description="Folder for a file with each step's content and duration."
     )
     drain_timeout_s: float = Field(
         default=10,
@@ -203,16 +181,14 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
         default=10,
         ge=1,
         le=3600,
-        description="Seconds without a message of the coordinator after which a worker frees all its "
-        "requests.",
+        description="Seconds without a message of the coordinator after which a worker frees its requests.",
     )
 
     health_port: int | None = Field(
         default=None,
         ge=1,
         le=65_535,
-        description="HTTP port for an orchestrator's probes, on all addresses: GET /health, /ready. "
-        "Default: none.",
+        description="HTTP port for probes, on all addresses: GET /health, /ready. Default: none.",
     )
 
     @property

@@ -18,6 +18,7 @@ from ..traces.readers import open_trace
 from ..traces.request import TraceRequest
 from .errors import SimulationError
 from .search.candidates import Hardware, Kind
+from .search.crew import Stopped
 from .search.demand import good_alone
 from .search.goal import Goal, Limits, settings_of, shapes
 from .search.goodput import PRECISION, Load, Question, sketch, sketched_goodput
@@ -26,7 +27,6 @@ from .search.launch import write_launch
 from .search.plan import LIVES_TO_FILL, Plan
 from .search.plan_json import as_json
 from .search.search import search
-from .search.stopped import Stopped
 from .search.tables import clusters_table, pareto_table, rates_table
 from .search.words import answer, remarks
 from .settings import PlanSettings

@@ -63,7 +63,7 @@ def _simulate(
             console.print(line, highlight=False, markup=False)
     console.print(f"{simulation.num_ended / took:,.0f} simulated requests a second of processor time")
     if settings.plot_file is not None:
-        from .simulator.plots import draw_timeline
+        from .simulator.timeline import draw_timeline
 
         with writing(settings.plot_file, SimulationError):
             draw_timeline(settings.plot_file, simulation.timeline)

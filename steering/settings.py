@@ -18,48 +18,42 @@ class SteeringSettings(BaseModel):
 
     steer: Literal["off", "advise", "act"] = Field(
         default="off",
-        description="The pool controller. advise: propose changes of roles, and more or fewer workers; act: "
-        "also make them. Needs --steer-slo.",
+        description="The pool controller. advise: propose changes of roles and of the number of "
+        "workers; act: also make them. Needs --steer-slo.",
     )
     steer_slo: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
         description="What requests may take, in seconds, and the share that must keep both: "
-        "ttft=2,tpot=0.05@p90; of several percentiles the largest counts.",
+        "ttft=2,tpot=0.05@p90; the largest percentile counts.",
     )
     steer_profile: Path | None = Field(
         default=None,
-        description="The workers' latency model, made by `splitserve profile`, by which the pool "
-        "controller predicts. Without it, rules decide.",
+        description="The workers' latency model, made by `splitserve profile`. Without it, rules decide.",
     )
-    steer_min_workers: int = Field(
-        default=2, ge=2, le=65_536, description="The pool controller never has fewer workers than these."
-    )
+    steer_min_workers: int = Field(default=2, ge=2, le=65_536, description="Fewest workers.")
     steer_max_workers: int = Field(
-        default=0,
-        ge=0,
-        le=65_536,
-        description="Nor more. 0: it only changes roles, and leaves the number of workers alone.",
+        default=0, ge=0, le=65_536, description="Most workers. 0: only roles change."
     )
     steer_queue_depth: int = Field(
         default=50,
         ge=1,
         le=1_000_000,
-        description="More requests than these waiting for --steer-scale-up-after-s: one more worker is "
+        description="More waiting requests than these for --steer-scale-up-after-s: one more worker is "
         "wanted.",
     )
     steer_scale_up_latency: str = Field(
         default="",
         pattern=notation("ttft", "tpot"),
-        description="Latencies above which one more worker is wanted, of prefill by ttft, of decode by tpot: "
-        "ttft=1@p95,tpot=0.08@p99.",
+        description="Latencies above which one more worker is wanted: ttft=1@p95 for prefill, "
+        "tpot=0.08@p99 for decode, with commas between.",
     )
     steer_scale_up_utilisation: float = Field(
         default=1,
         gt=0,
         le=1,
-        description="Share in use above which a role wants one more worker: of prefill workers the busy "
-        "time, of decode workers rows or KV blocks. 1: never.",
+        description="Share in use above which a role wants one more worker: prefill workers' busy time, "
+        "decode workers' rows or KV blocks. 1: never.",
     )
     steer_scale_up_by: int = Field(
         default=1, ge=1, le=65_536, description="Workers that come at once where more are wanted."
@@ -74,27 +68,22 @@ class SteeringSettings(BaseModel):
         default=120, ge=0, le=86_400, description="Seconds for which fewer must have been enough."
     )
     steer_cooldown_s: float = Field(
-        default=60,
-        ge=1,
-        le=86_400,
-        description="Seconds after a proposal of more or fewer workers before the next one.",
+        default=60, ge=1, le=86_400, description="Seconds between two proposals of more or fewer workers."
     )
     steer_keep: str = Field(
         default="",
         max_length=65_536,
-        description="Names of workers that scaling down leaves alone, with commas between; * stands for "
+        description="Workers that scaling down leaves alone, with commas between; * stands for "
         "anything. `splitserve up` adds its own.",
     )
     steer_webhook: str | None = Field(
-        default=None,
-        pattern=r"^https?://\S+$",
-        description="Every decision of the pool controller is posted here, as JSON.",
+        default=None, pattern=r"^https?://\S+$", description="Every decision is posted to this URL, as JSON."
     )
     steer_command: str | None = Field(
         default=None,
         min_length=1,
-        description="Starts and stops workers for --steer act: run with `up ROLE`, and with `down WORKER` "
-        "once that has drained and ended.",
+        description="Starts and stops workers for --steer act: run with `up ROLE`, and with `down "
+        "WORKER` once that has drained.",
     )
 
     @property

@@ -19,8 +19,8 @@ from ..engine.step.grammar import GrammarThread
 from ..engine.step.step_progress import LayerProgress, StepForecast
 from ..engine.step.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
+from ..transport.channels.coordinator_links import NameWatch
 from ..transport.channels.keys import ClusterKey
-from ..transport.channels.name_watch import NameWatch
 from ..transport.live_environment import MonotonicClock, live_environment
 from ..transport.messages.fields import incarnations
 from ..transport.messages.messages import SECRET_BYTES

@@ -26,20 +26,18 @@ class PeerSettings(WorkerSettings):
     listen: str = Field(
         default="tcp://127.0.0.1:*",
         pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
-        description="Where other workers reach this one: it listens here. tcp://HOST:PORT; port * lets "
-        "the system choose.",
+        description="Where other workers reach this one: tcp://HOST:PORT; port *: the system chooses.",
     )
     data_listen: str = Field(
         default="tcp://127.0.0.1:*",
         pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
-        description="Where KV blocks arrive with the tcp mover. tcp://HOST:PORT; port * lets the system "
-        "choose.",
+        description="Where KV blocks arrive by the tcp mover: tcp://HOST:PORT; port *: the system chooses.",
     )
     advertise_host: str = Field(
         default="",
         pattern=r"^([0-9A-Za-z_.-]{0,255}|[0-9a-fA-F]*:[0-9a-fA-F:.]*:[0-9a-fA-F.]*(%[0-9A-Za-z]+)?)$",
-        description="Host name or address that other workers connect to. Default: that of listen; if it is "
-        "0.0.0.0, the one by which the coordinator sees this host.",
+        description="Host name or address that other workers connect to. Default: that of listen, or "
+        "for 0.0.0.0 the one by which the coordinator sees this host.",
     )
 
 
@@ -52,8 +50,7 @@ class PrefillSettings(PeerSettings):
         default=0,
         ge=0,
         le=1 << 20,
-        description="Most prompt tokens computed in one step: the chunk budget. 0: 512 on CPUs, 2048 on "
-        "GPUs.",
+        description="Most prompt tokens in one step: the chunk budget. 0: 512 on CPUs, 2048 on GPUs.",
     )
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most prompts in one step.")
 
@@ -95,13 +92,11 @@ class FlexibleSettings(DecodeSettings, PrefillSettings):
 
     start_as: Literal["prefill", "decode", "mixed"] = Field(
         default="decode",
-        description="The role that it begins with. mixed: both for good; it generates for the prompts that "
-        "it computes.",
+        description="The first role. mixed: both for good; it generates for the prompts that it computes.",
     )
     borrow: bool = Field(
         default=False,
-        description="It prefers the role of start_as, and takes work of the other one where that would "
-        "otherwise wait.",
+        description="Prefer the role of start_as, and take work of the other one that would otherwise wait.",
     )
     max_num_seqs: int = Field(
         default=64, ge=1, le=65_536, description="Most sequences in its batch, and most prompts in a step."

@@ -22,8 +22,8 @@ from ...coordinator.lifecycle.request import Ended, Request
 from ...coordinator.metrics.metrics import Metrics
 from ...coordinator.metrics.request_trace import end_trace
 from ...coordinator.metrics.system_snapshot import SystemSnapshot
-from ...coordinator.tenants.directory import KeyDirectory
 from ...coordinator.tenants.meter import Meter
+from ...coordinator.tenants.opening import KeyDirectory
 from ...coordinator.tenants.shared_limiter import SharedLimiter
 from ...coordinator.tenants.tenancy import Tenancy
 from ...coordinator.text.served_model import ServedModel

@@ -117,8 +117,7 @@ def _keep_what_never_changes() -> None:
         vars(self).update(blocks[key], element_ty=element)
 
     def refuse_overflow(self: Any, a: Any, b: Any, operation: Any) -> None:
-        """Of a signed number: an address, mostly. Triton computes its test by five operations of its own, and
-        looks at it on request alone."""
+        """Addresses are signed. Triton's own test takes five operations, and nobody reads it unless asked."""
         if a.dtype.name in ("int8", "int16", "int32"):
             exact = getattr(np, ARITHMETIC[operation.__name__])(
                 a.handle.data.astype(np.int64), b.handle.data.astype(np.int64)

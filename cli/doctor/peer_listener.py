@@ -13,8 +13,7 @@ import numpy as np
 import zmq
 
 from ... import __version__
-from ...transport.channels.authenticator import Authenticator
-from ...transport.channels.keys import ClusterKey
+from ...transport.channels.keys import Authenticator, ClusterKey
 from ...transport.errors import AddressError
 from ...transport.messages.fields import WIRE_VERSION
 from ...transport.process.host import host_identity

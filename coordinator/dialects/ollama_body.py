@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ...transport.messages.fields import MAX_TEMPERATURE
-from ..generate.bodies.fields import INT64, NULL, Body, invalid, schema
+from ..generate.bodies.fields import INT64, NULL, OWN_SAMPLER, Body, Refused, check_others, invalid, schema
 from ..generate.bodies.messages import MAX_MESSAGES
-from ..generate.bodies.other_fields import OWN_SAMPLER, Refused, check_others
 from ..generate.bodies.sampling import STOP
 from ..generate.bodies.tools import MAX_TOOLS, Tool
 

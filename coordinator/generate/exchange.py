@@ -26,11 +26,10 @@ from ..tenants.tenancy import Admission
 from ..text.served_model import ServedModel
 from .accounting import Accounting
 from .choice import Choice, best_of
-from .formats import DONE, STREAM_HEADERS, error_event, format_of
+from .formats import COMMENT, DONE, STREAM_HEADERS, Silence, error_event, format_of
 from .parsed_choice import ParsedChoice
 from .plan import MANY_CHOICES, RequestPlan
 from .resumption import IdempotencyKey, resumable_stream
-from .silence import COMMENT, Silence
 
 MAX_PER_TURN = 64
 """Sequences that are submitted or cancelled before streams are served again: some milliseconds."""

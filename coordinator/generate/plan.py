@@ -31,19 +31,16 @@ from .grammar import GrammarCheck, grammar_for, with_rules
 from .prompts import GenerateRequest, Prompt, is_long, num_choices, prompts_of
 from .request_sampling import sampling_of, seed_of
 
-if TYPE_CHECKING:  # it imports the HTTP server, which the reader's process starts without
+if TYPE_CHECKING:  # else the reader's process would import the HTTP server
     from ..http.call import Endpoint
-
 
 TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER = b"x-request-timeout", b"x-on-timeout", b"x-session-id"
 PLAN_HEADERS = (TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER)
 """The headers that a plan depends on."""
 MANY_CHOICES = 64  # of one request, made in one turn of the loop: 4096 take 25 ms
 TIER_CLASSES: dict[ServiceTier, PriorityClass] = {
-    "priority": "premium",
-    "default": "standard",
-    "flex": "batch",
-}
+    "priority": "premium", "default": "standard", "flex": "batch"
+}  # fmt: skip
 """The other tiers ask for the key's own class."""
 CLASS_TIERS: dict[PriorityClass, ServiceTier] = {
     "premium": "priority", "standard": "default", "free": "default", "batch": "flex",

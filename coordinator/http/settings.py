@@ -26,55 +26,52 @@ class HttpSettings(BaseModel):
     host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="Address on which the HTTP server listens; 0.0.0.0 for all.",
+        description="Address on which the HTTP server listens; 0.0.0.0: all.",
     )
     port: int = Field(
-        default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 lets the system choose."
+        default=8000, ge=0, le=65535, description="Port of the HTTP server; 0: the system chooses."
     )
     open_access: bool = Field(
-        default=False,
-        description="Without API keys, listen on --host all the same: anyone who reaches it may use it.",
+        default=False, description="Listen on --host without API keys: anyone who reaches it may use it."
     )
     allowed_hosts: str = Field(
         default="",
         max_length=65_536,
-        description="Names of this server that requests may have in Host, with commas between; * stands for "
-        "anything. Always allowed: IP addresses, localhost, this machine's name, --host; with "
-        "--open-access also names of private domains. Default: all where API keys are asked for, "
-        "else no others.",
+        description="Names of this server that requests may have in Host, with commas between; * stands "
+        "for anything. Default: with API keys all, else IP addresses, localhost, this "
+        "machine's name and --host; with --open-access also names of private domains.",
     )
     allowed_origins: str = Field(
         default="",
         max_length=65_536,
-        description="Origins of web pages that may use the API from browsers (CORS), such as "
-        "https://app.example, with commas between; * stands for anything. Default: pages of this "
-        "server alone.",
+        description="Origins of web pages that may use the API (CORS), such as https://app.example, "
+        "with commas between; * stands for anything. Default: pages of this server.",
     )
     trusted_proxies: str = Field(
         default="",
         max_length=65_536,
-        description="Addresses or networks of proxies, with commas between, whose X-Forwarded-For, "
-        "X-Forwarded-Proto and Forwarded headers are trusted. Default: none.",
+        description="Proxies whose X-Forwarded-For, X-Forwarded-Proto and Forwarded headers are "
+        "trusted: addresses or networks, with commas between. Default: none.",
     )
     tls_cert: Path | None = Field(
         default=None,
-        description="Certificate in PEM, with its chain: all HTTP ports then speak TLS only. It is read "
+        description="Certificate with its chain, in PEM: all HTTP ports speak TLS only. It is read "
         "again when it changes.",
     )
     tls_key: Path | None = Field(
-        default=None, description="Private key of --tls-cert in PEM. Default: it is in that file, too."
+        default=None, description="Private key of --tls-cert in PEM. Default: it is in that file."
     )
     admin_key_file: Path | None = Field(
         default=None,
-        description="File (mode 0600) with the key for /metrics, /debug/state, the dashboard's data and "
-        "/admin. Default: a new key, in a file that the log names.",
+        description="File (mode 0600) with the operators' key. Default: a new key, in a file that the "
+        "log names.",
     )
     admin_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="Port of the admin API; 0 lets the system choose. Default: no such port; drain, flip "
-        "and log-level are on the HTTP server's.",
+        description="Port of the admin API; 0: the system chooses. Default: none; the HTTP port has "
+        "drain, flip and log-level.",
     )
     admin_host: str = Field(
         default="127.0.0.1", min_length=1, description="Address on which the admin API listens."
@@ -83,17 +80,14 @@ class HttpSettings(BaseModel):
         default=600,
         gt=0,
         le=86_400,
-        description="Longest life of a request in seconds; then it ends with what it has generated, else "
-        "with 504. A request may ask for less.",
+        description="Longest life of a request in seconds; then it ends with what it has generated, "
+        "else with 504. A request may ask for less.",
     )
     shutdown_timeout_s: float = Field(
-        default=5,
-        ge=0,
-        le=86_400,
-        description="Seconds that open requests get to end after SIGTERM or Ctrl-C; new ones are refused.",
+        default=5, ge=0, le=86_400, description="Seconds that open requests get after SIGTERM or Ctrl-C."
     )
     max_body_mib: float = Field(
-        default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413."
+        default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; else 413."
     )
 
     @property

@@ -17,7 +17,6 @@ workers has room.
     overtaking.py     requests for adapters wait      adapters.py    names of adapters
     time_ledger.py    where a request's time goes     worker_fit.py  which workers fit together
     outcomes.py       counts, readiness               actions.py     the actions for the shell
-    blocked.py        when a pass would place none
 """
 
 from __future__ import annotations

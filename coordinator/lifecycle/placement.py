@@ -9,10 +9,9 @@ from itertools import chain
 from math import inf
 
 from .actions import Action
-from .blocked import Blocked
 from .cache_index import Level
 from .open_workers import OpenWorkers
-from .overtaking import Overtaking
+from .overtaking import Blocked, Overtaking
 from .pools import Pools
 from .request import Request
 from .request_queue import RequestQueue, Tried

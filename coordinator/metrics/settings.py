@@ -18,18 +18,16 @@ class RecordSettings(ReportSettings):
     )
     log_bodies: Path | None = Field(
         default=None,
-        description="Write every request for tokens and its answer into this file, as JSON lines: personal "
-        "data. Mode 0600, no API keys; rotated to FILE.1. With --processes: FILE-N.",
+        description="Write requests and their answers into this file, as JSON lines: personal data. "
+        "With --processes: FILE-N.",
     )
     trace_folder: Path | None = Field(
         default=None,
         description="Write the load as a trace for `splitserve trace`, `simulate` and `plan` into this "
-        "folder: arrivals, lengths and block hashes, never text.",
+        "folder, without text.",
     )
     trace_token_times: bool = Field(
-        default=False,
-        description="With --trace-folder: write when each token came, in seconds after its request's "
-        "arrival.",
+        default=False, description="With --trace-folder: write when each token came."
     )
     trace_sample_ratio: float = Field(
         default=1.0,
@@ -41,8 +39,8 @@ class RecordSettings(ReportSettings):
         default=None,
         ge=0,
         le=1e9,
-        description="Price of one GPU (without GPUs: worker) for an hour; /metrics then has the price of a "
-        "million output tokens.",
+        description="Price of one GPU (without GPUs: worker) for an hour, for the price of output "
+        "tokens in /metrics.",
     )
 
     @model_validator(mode="after")

@@ -11,20 +11,26 @@ from pydantic.json_schema import models_json_schema
 
 from ..batch.routes import MAX_FILES_PAGE, MAX_PAGE, BatchRequest
 from ..dialects.messages_body import CountTokensRequest, MessagesRequest
+from ..dialects.ollama import ShowRequest
+from ..dialects.ollama_body import OllamaChatRequest, OllamaGenerateRequest
+from ..dialects.ollama_embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from ..dialects.responses_body import CountInputRequest, ResponsesRequest
 from ..generate.bodies.chat import ChatCompletionRequest
 from ..generate.bodies.completion import CompletionRequest
 from ..generate.bodies.embedding import EmbeddingRequest
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest
-from .openapi_answers import BATCH_SCHEMAS, SCHEMAS
-from .openapi_ollama import OLLAMA_BODIES, OLLAMA_SCHEMAS, ollama_paths
-from .openapi_parts import (
+from .openapi_answers import (
+    BATCH_SCHEMAS,
+    COUNT,
     EVENTS,
     JSON,
     OF_BODIES,
     OF_GENERATION,
     OF_OPERATORS,
+    SCHEMAS,
+    STRING,
     TEXT,
+    array,
     by_page,
     content,
     get,
@@ -32,8 +38,9 @@ from .openapi_parts import (
     operation,
     page,
     query,
+    record,
     reference,
-)  # fmt: skip
+)
 
 COUNTS = "Number of tokens of the prompt of such a request."
 POSTS: dict[str, tuple[type[BaseModel], str, str]] = {  # body, answer, text
@@ -197,3 +204,85 @@ def _post(path: str, kind: type[BaseModel], answer: str, text: str) -> dict[str,
     errors = OF_GENERATION if generates else OF_BODIES
     shape = "MessagesError" if path.startswith("/v1/messages") else "Error"
     return operation(text, good, *errors, body=(JSON, reference(kind.__name__)), error=shape)
+
+
+LINES = "application/x-ndjson"
+OLLAMA_BODIES: list[type[BaseModel]] = [
+    OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest, ShowRequest,
+]  # fmt: skip
+_HEAD = {"model": STRING, "created_at": STRING, "done": {"type": "boolean"}}
+_ENDS = {
+    "done_reason": {"enum": ["stop", "length", "load"]},
+    **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_duration", "eval_duration"), COUNT),
+    **dict.fromkeys(("prompt_eval_count", "eval_count"), COUNT),
+    "logprobs": array({"type": "object"}),
+}
+_CALL = record(function=record(name=STRING, arguments={"type": "object"}))
+_MESSAGE = record(
+    {"thinking": STRING, "tool_calls": array(_CALL)}, role={"const": "assistant"}, content=STRING
+)
+_VECTOR = array({"type": "number"})
+_DETAILS = record(family=STRING, format=STRING)
+_CARD = record(name=STRING, model=STRING, size=COUNT, digest=STRING, details=_DETAILS)
+OLLAMA_SCHEMAS: dict[str, dict[str, Any]] = {
+    "OllamaError": record(error=STRING),
+    "OllamaChat": record(_ENDS, **_HEAD, message=_MESSAGE),
+    "OllamaText": record({"thinking": STRING, **_ENDS}, **_HEAD, response=STRING),
+    "OllamaVectors": record(
+        dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), COUNT),
+        model=STRING,
+        embeddings=array(_VECTOR),
+    ),
+    "OllamaVector": record(embedding=_VECTOR),
+    "OllamaModels": record(models=array(_CARD)),
+    "OllamaModel": record(
+        {"template": STRING, "parameters": STRING},
+        details=_DETAILS,
+        model_info={"type": "object"},
+        capabilities=array(STRING),
+    ),
+}
+
+
+def ollama_paths() -> dict[str, Any]:
+    """/api/..."""
+    return {
+        "/api/chat": _ollama_post(
+            OllamaChatRequest,
+            "OllamaChat",
+            "Answer a conversation as Ollama does: lines of OllamaChat, or one with `stream` false.",
+            *OF_GENERATION,
+            lines=True,
+        ),
+        "/api/generate": _ollama_post(
+            OllamaGenerateRequest,
+            "OllamaText",
+            "Answer a prompt as Ollama does: lines of OllamaText, or one with `stream` false.",
+            *OF_GENERATION,
+            lines=True,
+        ),
+        "/api/embed": _ollama_post(
+            OllamaEmbedRequest, "OllamaVectors", "The vectors of one or several texts.", *OF_GENERATION
+        ),
+        "/api/embeddings": _ollama_post(
+            OllamaEmbeddingsRequest, "OllamaVector", "The vector of a text.", *OF_GENERATION
+        ),
+        "/api/show": _ollama_post(
+            ShowRequest, "OllamaModel", "The model's context, template and abilities.", *OF_BODIES
+        ),
+        "/api/tags": _ollama_get("The model that is served.", content("OllamaModels")),
+        "/api/ps": _ollama_get("The same, as loaded.", content("OllamaModels")),
+        "/api/version": _ollama_get("The version of Ollama whose API this is.", {JSON: {}}),
+    }
+
+
+def _ollama_post(
+    kind: type[BaseModel], answer: str, text: str, *errors: str, lines: bool = False
+) -> dict[str, Any]:
+    good = {**content(answer), **({LINES: {}} if lines else {})}
+    body = JSON, reference(kind.__name__)
+    return {"post": operation(text, good, *errors, body=body, error="OllamaError")}
+
+
+def _ollama_get(summary: str, good: dict[str, Any]) -> dict[str, Any]:
+    return get(summary, good, "401", error="OllamaError")

@@ -17,27 +17,26 @@ class TenantSettings(BaseModel):
 
     tenants_file: Path | None = Field(
         default=None,
-        description="Tenants and API keys, made by `splitserve keys`. Default: no keys are asked for, and "
-        "only this host is served.",
+        description="Tenants and API keys, made by `splitserve keys`. Default: no keys, and only this "
+        "host is served.",
     )
     usage_url: str | None = Field(
         default=None,
         pattern=r"^(sqlite:///|postgres(ql)?://).+$",
-        description="Database for one record of each request: sqlite:///PATH or "
-        "postgresql://USER@HOST/DATABASE. Default: a SQLite file beside the tenants file, else "
-        "none.",
+        description="Database of usage records: sqlite:///PATH or postgresql://USER@HOST/DATABASE. "
+        "Default: a SQLite file beside the tenants file.",
     )
     usage_retention_days: float | None = Field(
         default=None,
         gt=0,
         le=36_500,
-        description="Days after which usage records are deleted. Default: they are kept for good.",
+        description="Days after which usage records are deleted. Default: never.",
     )
     redis_url: str | None = Field(
         default=None,
         pattern=REDIS_URL,
-        description="Redis that keeps the state of limits for coordinators on several hosts: "
-        "redis://HOST:6379/0. Default: a file beside the tenants file, for one host.",
+        description="Redis for limits of coordinators on several hosts, redis://HOST:6379/0. Default: a "
+        "file beside the tenants file, for one host.",
     )
 
     @property

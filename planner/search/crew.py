@@ -10,7 +10,9 @@ from functools import partial
 from multiprocessing import active_children, get_context
 from typing import Any, TypeVar, TypeVarTuple
 
-from .goodput import Question
+from .candidates import Candidate
+from .goal import Goal
+from .goodput import Answer, Question
 
 Asked = TypeVarTuple("Asked")
 Result = TypeVar("Result")
@@ -58,3 +60,24 @@ def _remember(question: Question) -> None:
 def _call(function: Callable[..., Result], asked: tuple[Any, ...]) -> Result:
     assert _question is not None, "the process was told"
     return function(_question, *asked)
+
+
+SHOWN = 5
+"""Clusters in the answer."""
+
+
+class Stopped(Exception):
+    """The search was interrupted; the message has its results so far."""
+
+
+def so_far(
+    question: Question, goal: Goal, answers: Iterable[Answer], sketched: Iterable[tuple[float, Candidate]]
+) -> Stopped:
+    """The best clusters known: those simulated or, before any was, those sketched."""
+    simulated = [(a.goodput, a.candidate) for a in answers if a.goodput > 0]
+    known = simulated or [*sketched]
+    best = sorted(known, key=lambda pair: goal.value(question, pair[1], pair[0]), reverse=True)[:SHOWN]
+    words = [f"{question.hardware.words(c)} {goodput:.2f} requests/s" for goodput, c in best]
+    how = "simulated" if simulated else "only sketched"
+    found = f"Best so far ({how}): {'; '.join(words)}." if words else "Nothing is known yet."
+    return Stopped(f"Stopped. {found}")

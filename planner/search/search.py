@@ -12,14 +12,13 @@ from math import ceil
 
 from ..errors import SimulationError
 from .candidates import Candidate
-from .crew import Crew, crew
+from .crew import Crew, crew, so_far
 from .curves import add_curves, add_sizes
 from .goal import Goal, energy_wh, joined, mixtures, settings_of, shapes
 from .goodput import Answer, Question, answer, sketched_goodput
 from .looks import by_chance, glance, if_slower, look
 from .plan import GROWTH, Growth, Means, Plan
 from .smallest import least_more, smallest, smallest_that_serve
-from .stopped import so_far
 
 NEARLY = 0.93
 """A candidate whose sketch is this near to the best one's is simulated too."""

@@ -29,8 +29,8 @@ from splitserve.coordinator.processes import Place
 from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.socket_dispatcher import SocketDispatcher
 from splitserve.coordinator.stored_bytes import StoredBytes
-from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.meter import Meter
+from splitserve.coordinator.tenants.opening import KeyDirectory
 from splitserve.coordinator.tenants.redis_limiter import RedisLimiter
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.steering.shell import SteeringShell
@@ -176,7 +176,7 @@ async def test_an_error_of_the_block_passes_unchanged() -> None:
 MISTAKEN = """
 import asyncio, sys
 from splitserve.coordinator import main
-from splitserve.transport.channels import authenticator
+from splitserve.transport.channels import keys
 
 async def mistaken(*_):
     raise RuntimeError("a mistake of ours")
@@ -189,7 +189,7 @@ way = sys.argv.pop(1)
 if way == "task":
     main.prove = mistaken
 elif way == "thread":
-    authenticator.Authenticator._serve = mistaken_thread
+    keys.Authenticator._serve = mistaken_thread
 from splitserve.cli.main import main as command
 command()
 """

@@ -20,10 +20,10 @@ from splitserve.cli.keys import create
 from splitserve.coordinator.dispatcher import ClosedSink
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.metrics.trace_log import TraceLog
-from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.errors import TenantsFileError
 from splitserve.coordinator.tenants.limits import Account, Limits
 from splitserve.coordinator.tenants.meter import Meter
+from splitserve.coordinator.tenants.opening import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Admission

@@ -1,5 +1,5 @@
-"""A cluster whose model has the layer that predicts further tokens loaded answers as without: its keys and
-values travel and are cached with the others."""
+"""A cluster whose model drafts by its own layer answers as without it: that layer's keys and values travel and
+are cached with the others, and each draft is verified."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def test_answers_are_those_of_the_model(family: str, tmp_path: Path) -> None:
     model, run = tmp_path / "model", tmp_path / "run"
     model.mkdir()
     run.mkdir()
-    reference = make_predicting(model, family)
+    reference = make_predicting(model, family, num_hidden_layers=9)  # of few, a draft costs too much
     arguments = ("--mtp", "--num-blocks", "200", "--block-size", "16", "--dtype", "float32", *NEVER_DEAD)
+    arguments += ("--decode-num-speculative-tokens", "3")
     with running(model, run, *arguments) as cluster:
         cached = []
         for last in (4, 4, 5):
@@ -33,4 +34,6 @@ def test_answers_are_those_of_the_model(family: str, tmp_path: Path) -> None:
             assert answer.usage.prompt_tokens_details is not None
             cached.append(answer.usage.prompt_tokens_details.cached_tokens)
         assert cached == [0, 96, 96]
+        cluster.wait_reported()
+        assert cluster.workers("decode")[0]["counters"]["mtp_draft_tokens"] > 0
         cluster.wait_at_rest()

@@ -96,7 +96,7 @@ def coordinator(model: Path, folder: Path) -> Iterator[tuple[str, list[str], Pat
 
 @contextmanager
 def workers(nursery: Nursery, log: Path, *commands: tuple[str, list[str]]) -> Iterator[None]:
-    """Of these roles, with these options."""
+    """Workers of these roles, with these options, until the block ends."""
     with ExitStack() as stack:
         for role, argv in commands:
             stack.callback(nursery.start(role, argv, log).end, signal.SIGTERM)
@@ -114,8 +114,8 @@ def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
         assert refused.status_code == 503
         assert "retry-after" in refused.headers
         ours = ["--model", str(tiny[0]), *options]
-        strange = ["--model", str(of_other_pieces(tiny[0], tmp_path / "other")), *options]
-        with workers(nursery, log, ("decode", strange)):
+        unlike = ["--model", str(of_other_pieces(tiny[0], tmp_path / "other")), *options]
+        with workers(nursery, log, ("decode", unlike)):
             why = "its tokenizer.json has another vocabulary than the coordinator's"
             wait_for("both know", lambda: log.read_text().count(why) >= 2, START_S)
             assert why in HTTP.post(f"{url}/v1/completions", json=body).json()["error"]["message"]

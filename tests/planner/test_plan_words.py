@@ -18,12 +18,12 @@ from splitserve.planner.errors import SimulationError
 from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.plan_command import require_reachable
 from splitserve.planner.search.candidates import Hardware, Kind
+from splitserve.planner.search.crew import Stopped
 from splitserve.planner.search.goal import Goal, Limits
 from splitserve.planner.search.goodput import LOWEST, Load, Question, answer, simulate
 from splitserve.planner.search.plan import Plan
 from splitserve.planner.search.plan_json import as_json
 from splitserve.planner.search.search import search
-from splitserve.planner.search.stopped import Stopped
 from splitserve.planner.search.tables import clusters_table, pareto, pareto_table, rates_table
 from splitserve.planner.search.words import answer as told
 from splitserve.planner.search.words import sentences

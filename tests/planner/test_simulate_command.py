@@ -18,10 +18,10 @@ from splitserve.planner.search.goodput import Load
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
 from splitserve.planner.simulator.cluster import Failure, read_cluster
-from splitserve.planner.simulator.plots import rows_by_pool
 from splitserve.planner.simulator.records import COLUMNS
 from splitserve.planner.simulator.report import print_report, summary
 from splitserve.planner.simulator.slo import parse_slo
+from splitserve.planner.simulator.timeline import rows_by_pool
 from splitserve.traces.request import TraceRequest
 
 

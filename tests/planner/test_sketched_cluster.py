@@ -186,7 +186,7 @@ CASES: dict[str, tuple[Cluster, str, float, int]] = {  # kind of load, its rate 
     "100 workers": (cluster_of("code", 100), "code", 3.6, 150),
 }
 FEW = [name for name in CASES if name.startswith("few")]
-"""Where the decisions are hardest to follow; of these a second load."""
+"""Those with the decisions that are hardest to follow have a second load."""
 
 
 @pytest.mark.parametrize(("name", "seed"), [*((name, 0) for name in CASES), *((name, 1) for name in FEW)])

@@ -20,9 +20,9 @@ from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.decode.sequences import SequenceBlocks
 from splitserve.engine.cache.block_manager import BlockManager, CacheEvents
 from splitserve.prefill.core import PrefillCore
+from splitserve.transport.handoff.leases import Writers
 from splitserve.transport.handoff.meetings import Retirement
 from splitserve.transport.handoff.sender import HandoffSender
-from splitserve.transport.handoff.writers import Writers
 from splitserve.transport.messages import fields
 from splitserve.transport.messages.messages import u32
 

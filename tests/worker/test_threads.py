@@ -20,8 +20,8 @@ from splitserve.worker.gpu_telemetry import GpuTelemetry
 
 ROOT = Path(__file__).parents[2]
 MISTAKEN = {
-    "zmq-authenticator": ("transport.channels.authenticator", "Authenticator._serve"),
-    "coordinators' names": ("transport.channels.name_watch", "NameWatch._run"),
+    "zmq-authenticator": ("transport.channels.keys", "Authenticator._serve"),
+    "coordinators' names": ("transport.channels.coordinator_links", "NameWatch._run"),
     "step": ("engine.step.step_thread", "StepThread._run"),
     "probes": ("worker.health", "_Server.serve_forever"),
     "kv-store": ("worker.threads", "Threads._run"),

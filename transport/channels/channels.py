@@ -32,8 +32,7 @@ import zmq
 from ..errors import AddressError
 from ..messages.codec import MAX_MESSAGE_BYTES
 from ..messages.messages import Message
-from .authenticator import Authenticator
-from .keys import ClusterKey
+from .keys import Authenticator, ClusterKey
 from .message_socket import ConnectionWatch, Context, LostConnections, MessageSocket
 
 

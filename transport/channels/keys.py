@@ -1,7 +1,7 @@
 """The cluster key: a CURVE key pair that every process of a cluster has, and nobody else.
 
 A process shows that it belongs by knowing the secret half; servers accept no client with any other key
-(``channels``). The file is text, readable by its owner only:
+(``Authenticator``). The file is text, readable by its owner only:
 
     splitserve-cluster-key 1
     public <40 characters, z85>
@@ -18,13 +18,16 @@ reached every process before the next one is taken:
 
 from __future__ import annotations
 
+import hmac
 import os
 import stat
+import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import zmq
+from zmq.utils import z85
 
 from ..errors import KeyFileError
 from ..process.private_files import is_open_to_others
@@ -184,3 +187,49 @@ def stamp_of(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+_ENDPOINT = "inproc://zeromq.zap.01"
+_NUM_REQUEST_FRAMES = 6  # version, request id, domain, address, identity, mechanism; then the credentials
+
+
+class Authenticator:
+    """A ZAP handler (rfc.zeromq.org/spec/27) in a daemon thread, one per ZeroMQ context, until that ends.
+
+    A listening endpoint's *ZAP domain* names the one credential it accepts: the cluster's public key (z85).
+    The domain never travels, so the handler needs no list and serves any number of endpoints.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]):
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        # before any server socket: without a handler every peer would be accepted
+        self._socket.bind(_ENDPOINT)
+        self._thread = threading.Thread(target=self._serve, name="zmq-authenticator", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread, which ends with its context."""
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with self._socket:
+            while True:
+                try:
+                    request = self._socket.recv_multipart()
+                    self._socket.send_multipart(_answer(request))
+                except zmq.ContextTerminated:
+                    return
+
+
+def _answer(request: list[bytes]) -> list[bytes]:
+    version, request_id, domain = request[:3]
+    if _is_member(domain, request[_NUM_REQUEST_FRAMES - 1], request[_NUM_REQUEST_FRAMES:]):
+        return [version, request_id, b"200", b"OK", b"member", b""]
+    return [version, request_id, b"400", b"not a member of this cluster", b"", b""]
+
+
+def _is_member(domain: bytes, mechanism: bytes, credentials: list[bytes]) -> bool:
+    if mechanism == b"CURVE" and len(credentials) == 1:  # the client's public key, proved by the handshake
+        return hmac.compare_digest(z85.encode(credentials[0]), domain)
+    return False

@@ -1,7 +1,7 @@
 """The decode worker's side of the KV handoff (the protocol is drawn in protocol.py). Pure.
 
 Granting (granting.py) holds the offers that wait for room, LeaseTable (leases.py) the leases, Incoming
-(granting.py) the arrival of one prompt, Writers (writers.py) the prefill workers met.
+(granting.py) the arrival of one prompt, Writers (leases.py) the prefill workers met.
 
 A handoff is declined for these reasons only:
 
@@ -43,9 +43,8 @@ from ..messages.messages import (
 )
 from ..movers.interface import MoverEndpoints
 from .granting import BlockPool, Granting, Incoming
-from .leases import LeaseTable
+from .leases import LeaseTable, Writers
 from .protocol import ExpectAgain, HandoffTimes, Key, PrefixOver, ReceiverAction, Supersede, ToPeer, Wait
-from .writers import Writers
 
 
 class HandoffReceiver:

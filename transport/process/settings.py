@@ -26,8 +26,7 @@ class ReportSettings(BaseModel):
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://\S+$",
-        description="Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs "
-        "splitserve[otel].",
+        description="Send traces to this OTLP receiver, http://HOST:4318/v1/traces; needs splitserve[otel].",
     )
 
 
@@ -38,10 +37,10 @@ class ClusterKeySettings(BaseModel):
 
     key_file: Path | None = Field(
         default=None,
-        description="The cluster's key, made by `splitserve keygen`; the same file for all processes.",
+        description="The cluster's key, made by `splitserve keygen`; the same for all processes.",
     )
     insecure: bool = Field(
-        default=False, description="Use no key: control connections are neither authenticated nor encrypted."
+        default=False, description="No key: control connections are neither authenticated nor encrypted."
     )
 
     @model_validator(mode="after")

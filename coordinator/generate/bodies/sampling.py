@@ -9,8 +9,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ....transport.messages.fields import MAX_TEMPERATURE
 from ..request_ids import CLIENT_ID
-from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, Metadata, invalid, scalars, schema
-from .other_fields import IGNORED, check_others
+from .fields import (
+    IGNORED,
+    INT64,
+    MAX_TOKENS,
+    NULL,
+    STRING,
+    Body,
+    Metadata,
+    check_others,
+    invalid,
+    scalars,
+    schema,
+)
 from .output_format import (
     NAMED,
     NAMED_KINDS,

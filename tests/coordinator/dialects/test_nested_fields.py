@@ -24,8 +24,8 @@ from splitserve.coordinator.dialects.messages_body import CountTokensRequest, Me
 from splitserve.coordinator.dialects.responses_body import CountInputRequest, ResponsesRequest
 from splitserve.coordinator.dialects.responses_items import items_of
 from splitserve.coordinator.errors import InvalidRequest
+from splitserve.coordinator.generate.bodies.fields import IGNORED as OF_CHAT
 from splitserve.coordinator.generate.bodies.fields import Body
-from splitserve.coordinator.generate.bodies.other_fields import IGNORED as OF_CHAT
 from splitserve.coordinator.generate.plan import parse
 from splitserve.coordinator.validation import validated
 

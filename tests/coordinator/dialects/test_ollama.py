@@ -19,7 +19,7 @@ from splitserve.coordinator.dialects.ollama import OllamaAnswer
 from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
-from splitserve.coordinator.tenants.directory import KeyDirectory
+from splitserve.coordinator.tenants.opening import KeyDirectory
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.text.served_model import ServedModel

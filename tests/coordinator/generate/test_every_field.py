@@ -22,7 +22,7 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
 from splitserve.coordinator.generate.bodies.completion import CompletionRequest
-from splitserve.coordinator.generate.bodies.other_fields import IGNORED, REFUSED
+from splitserve.coordinator.generate.bodies.fields import IGNORED, REFUSED
 from splitserve.coordinator.generate.bodies.sampling import StreamOptions
 from splitserve.coordinator.generate.token_pages import DetokenizeRequest, TokenizeRequest
 
@@ -55,7 +55,7 @@ def test_a_field_is_honoured_refused_or_cannot_change_an_answer(server: str, pat
     places = [name in BODIES[path].model_fields, name in REFUSED, name in IGNORED]
     assert sum(places) == 1, (
         f"{name} of {server} at {path} has {sum(places)} places: build it, or put it with the reason into "
-        "bodies/other_fields.py"
+        "bodies/fields.py"
     )
 
 

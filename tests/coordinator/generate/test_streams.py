@@ -9,8 +9,8 @@ import orjson
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.generate import api, silence
-from splitserve.coordinator.generate.silence import COMMENT_EVERY_S, HEADERS_AFTER_S, Silence
+from splitserve.coordinator.generate import api, silence  # XXX
+from splitserve.coordinator.generate.formats import COMMENT_EVERY_S, HEADERS_AFTER_S, Silence
 from splitserve.coordinator.lifecycle.request import Ended
 
 CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}

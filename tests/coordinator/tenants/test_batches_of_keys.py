@@ -18,7 +18,7 @@ from splitserve.cli.key_settings import KeysRotateSettings
 from splitserve.coordinator.batch.routes import WINDOW_S
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
-from splitserve.coordinator.tenants.directory import KeyDirectory
+from splitserve.coordinator.tenants.opening import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import NewKey, TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy

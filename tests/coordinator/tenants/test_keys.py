@@ -19,9 +19,8 @@ from splitserve.coordinator.listeners import ListenerFailures
 from splitserve.coordinator.routes.tenants import tenant_routes
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.settings import CoordinatorSettings
-from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.errors import TenantsFileError, Unknown
-from splitserve.coordinator.tenants.opening import tenancy_of
+from splitserve.coordinator.tenants.opening import KeyDirectory, tenancy_of
 from splitserve.coordinator.tenants.settings import TenantSettings
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy

@@ -11,7 +11,7 @@ import pytest
 from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
-from splitserve.coordinator.tenants.directory import KeyDirectory
+from splitserve.coordinator.tenants.opening import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy

@@ -25,8 +25,8 @@ from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.tenants import usage_database
-from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.meter import Meter
+from splitserve.coordinator.tenants.opening import KeyDirectory
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.tenants.usage_database import UsageDatabase, open_database

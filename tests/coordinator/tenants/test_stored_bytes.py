@@ -26,8 +26,8 @@ from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.routes.tenants import tenant_routes
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.stored_bytes import ROW_BYTES, StorageLimitReached, StoredBytes, stored_in
-from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.limits import MAX_STORED_MIB
+from splitserve.coordinator.tenants.opening import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from splitserve.transport.channels.name_watch import NameWatch, addresses_of
+from splitserve.transport.channels.coordinator_links import NameWatch, addresses_of
 
 
 def test_a_name_stands_for_all_its_addresses() -> None:

@@ -16,7 +16,7 @@ from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_p
 from support.messages import MODEL
 
 from splitserve.transport.errors import MoverError
-from splitserve.transport.handoff.writers import Writers
+from splitserve.transport.handoff.leases import Writers
 from splitserve.transport.messages.messages import (
     Meet,
     Message,

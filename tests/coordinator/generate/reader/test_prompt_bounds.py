@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import normalizers, pre_tokenizers
 
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
-from splitserve.coordinator.tenants.directory import KeyDirectory
+from splitserve.coordinator.tenants.opening import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy
