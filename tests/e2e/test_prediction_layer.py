@@ -1,5 +1,5 @@
-"""A cluster whose model drafts by its own layer answers as without it: that layer's keys and values travel and
-are cached with the others, and each draft is verified."""
+"""A cluster whose model drafts by its own layer answers as without it: that layer's keys and values travel
+and are cached with the others, and each draft is verified."""
 
 from __future__ import annotations
 
