@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import orjson
-from matplotlib.figure import Figure
 
 MOST = 600
 """Samples; beyond it every second one is dropped, and sampling goes on half as often."""
@@ -82,6 +81,8 @@ def rows_by_pool(names: Sequence[str]) -> dict[str, list[int]]:
 def draw_timeline(path: Path, timeline: Timeline) -> None:
     """Requests in the system, busy devices, KV caches, by pool; a PNG."""
     at = [s.at_s for s in timeline.samples]
+    from matplotlib.figure import Figure  # an extra: planning runs without it
+
     figure = Figure((12, 11))
     axes = figure.subplots(4, 1, sharex=True)
     axes[0].plot(at, [s.open for s in timeline.samples], label="in the system")

@@ -85,7 +85,7 @@ def test_a_second_ctrl_c_ends_open_streams_at_once_with_the_reason(
     assert [path.name for path in tmp_path.rglob("run-*")] == []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A coordinator of two processes, whose streams have a minute to end."""
     folder = tmp_path_factory.mktemp("two")

@@ -272,7 +272,7 @@ def test_steps_that_the_sketch_does_not_time_are_simulated(changes: dict[str, An
 
 
 def test_a_rate_at_which_the_search_ends_is_at_most_however_long_the_load() -> None:
-    asked = replace(question(400, 3, count=120), level=ServiceLevel(Slo(60.0, 5.0), 0.9))
+    asked = replace(question(400, 3, count=200), level=ServiceLevel(Slo(60.0, 5.0), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     assert found.sustained is None, "the load lasts"
     assert found.winner.at_bound

@@ -65,7 +65,7 @@ def test_a_load_that_is_over_before_the_cluster_has_filled_is_told_as_a_bound() 
 def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_for_long() -> None:
     """It ends just below the rate that workers keep up with by mean lengths, and nothing has queued up."""
     requests = tuple(
-        TraceRequest(0.05 * i + 0.02 * (i % 3), 300 + 37 * i % 250, 40 + 11 * i % 30) for i in range(60)
+        TraceRequest(0.05 * i + 0.02 * (i % 3), 300 + 37 * i % 250, 40 + 11 * i % 30) for i in range(100)
     )
     asked = Question.of(HARDWARE, Load(requests, None), ServiceLevel(Slo(0.25, 0.5), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)

@@ -32,7 +32,7 @@ def test_a_worked_example_runs(words: list[str], tmp_path: Path, monkeypatch: py
     Path("dgx.yaml").write_text(HARDWARE, encoding="utf-8")
     rows = "".join(
         f"2023-11-16 18:{15 + i // 30}:{2 * (i % 30):02}.0000000,{300 + 97 * i % 900},{3 + i % 3}\n"
-        for i in range(12)
+        for i in range(20)
     )
     Path("models.yaml").write_text(MODELS, encoding="utf-8")
     for trace in [words[words.index("--trace") + 1]] if "--trace" in words else TRACES:

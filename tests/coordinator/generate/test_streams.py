@@ -9,7 +9,7 @@ import orjson
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.generate import api, silence  # XXX
+from splitserve.coordinator.generate import api, formats
 from splitserve.coordinator.generate.formats import COMMENT_EVERY_S, HEADERS_AFTER_S, Silence
 from splitserve.coordinator.lifecycle.request import Ended
 
@@ -23,8 +23,8 @@ NAMED = {"x-request-id": "gateway/7f:1"}
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is broken after hundredths of a second."""
     monkeypatch.setattr(api, "SWEEP_EVERY_S", 0.01)
-    monkeypatch.setattr(silence, "HEADERS_AFTER_S", 0.05)
-    monkeypatch.setattr(silence, "COMMENT_EVERY_S", 0.05)
+    monkeypatch.setattr(formats, "HEADERS_AFTER_S", 0.05)
+    monkeypatch.setattr(formats, "COMMENT_EVERY_S", 0.05)
 
 
 @BOTH
@@ -46,7 +46,7 @@ async def test_a_silent_stream_gets_headers_then_comments_then_its_text(
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = response.aiter_lines()
         found = [await anext(lines) for _ in range(4)]
-        assert [line for line in found if line] == [silence.COMMENT.decode().strip()] * 2
+        assert [line for line in found if line] == [formats.COMMENT.decode().strip()] * 2
         dispatcher.hold = False
         rest = [line async for line in lines if line.startswith("data: ")]
     assert rest.pop() == "data: [DONE]"
