@@ -251,7 +251,7 @@ class DecodeScheduler:
         self._take_out(step)
         staying = [s for s in step.members if not s.ended and not s.paused]
         staying.sort(key=list(self.running.values()).index)
-        num_left = len(staying) if step.num_draft_tokens else len(staying) // 2
+        num_left = len(staying) if step.is_awaited else len(staying) // 2
         self.row_limit.lower(max(1, num_left))
         leaving = staying[num_left:]
         for sequence in leaving:
