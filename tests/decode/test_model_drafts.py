@@ -178,6 +178,18 @@ def test_a_step_that_fails_drops_them(how: str) -> None:
         assert not each.model_drafts.tokens
 
 
+def test_a_step_that_asks_for_some_and_is_out_of_memory_is_run_without() -> None:
+    bench = Bench(num_tokens=3, guess=right)
+    sequences = [joined(bench, 1), joined(bench, 2, [4])]
+    first = scheduled(bench)
+    assert not first.num_draft_tokens
+    assert first.batch.num_drafts is not None
+    bench.fail("shrink")
+    again = scheduled(bench)
+    assert again.sequences == sequences
+    assert again.batch.num_drafts is None
+
+
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_a_sequence_that_is_to_move_has_none(in_flight: bool) -> None:
     bench = Bench(num_tokens=3, guess=right)
