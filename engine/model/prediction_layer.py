@@ -6,8 +6,8 @@ DeepSeek-V3, 2024, section 2.2):
     logits of t_{p+2} = head(y_p)
 
 Its keys and values are the last layer of the KV cache. The slot of position p holds those of x_p, so it is
-written once t_{p+1} is known. For a further token y_p stands for h_{p+1}: both are behind a norm, and so do
-SGLang and TensorRT-LLM have it.
+written once t_{p+1} is known. In a cached block, the last may be another prompt's: drafts are hints.
+For a further token y_p stands for h_{p+1}: both are behind a norm, and so do SGLang and TensorRT-LLM have it.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class NextDrafts:
 
 def next_tokens(batch: Batch, step: StepHidden, sampled: Tensor) -> Tensor:
     """int32 [num_tokens]: the token behind each of the step's. Where none is known, of a sequence that ends
-    with this step and samples nothing, it is 0: that slot is not read."""
+    with this step and samples nothing, it is 0: what goes on from its cached blocks drafts the worse."""
     if batch.next_ids is not None:
         known = send(torch.from_numpy(batch.next_ids), sampled.device)
         sampled = torch.where(known >= 0, known, sampled)
