@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply"}
 PLAIN_NUMBERS = {("fp32", float), ("fp32", int), ("int32", int), ("int64", int)}
-"""A tensor's type and a Python number's, of which an operation computes in the tensor's."""
+"""Types of a tensor and of a Python number. An operation on such a pair computes in the tensor's type."""
 E4M3_VALUES: NDArray[np.float32] = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
@@ -117,7 +117,7 @@ def _keep_what_never_changes() -> None:
         vars(self).update(blocks[key], element_ty=element)
 
     def refuse_overflow(self: Any, a: Any, b: Any, operation: Any) -> None:
-        """Addresses are signed. Triton's own test takes five operations, and nobody reads it unless asked."""
+        """Addresses are signed. Triton's own test takes five operations, and stands idle by default."""
         if a.dtype.name in ("int8", "int16", "int32"):
             exact = getattr(np, ARITHMETIC[operation.__name__])(
                 a.handle.data.astype(np.int64), b.handle.data.astype(np.int64)

@@ -130,7 +130,7 @@ class DecoderModel:
         inputs, last = self.inputs(metadata), len(self._layers) - 1
         if self._expands is not None and len(token_ids) >= FEWEST_TOKENS:
             inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
-        if rows is None and inputs.chunks is not None:
+        if rows is None and inputs.chunks is not None and self.prediction is not None:
             hidden = self.run_layers(0, last + 1, None, residual, inputs, pool, on_layer)
             assert hidden is not None
             return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)

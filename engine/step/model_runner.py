@@ -119,8 +119,11 @@ class ModelRunner:
     def _launch_beside(self, batch: Batch, on_layer: OnLayer | None) -> Callable[[], StepOutput]:
         """A step's part on one of several ranks."""
         if on_layer is not None:
-            on_layer = written_by_all(on_layer, self.loaded.layout.num_layers, self.loaded.rank, self.device)
+            on_layer = self._written_by_all(on_layer)
         return self._launch(batch, on_layer)
+
+    def _written_by_all(self, on_layer: OnLayer) -> OnLayer:
+        return written_by_all(on_layer, self.loaded.layout.num_layers, self.loaded.rank, self.device)
 
     def _launch(self, batch: Batch, on_layer: OnLayer | None) -> Callable[[], StepOutput]:
         self.loaded.use_this_thread()
@@ -247,7 +250,8 @@ class ModelRunner:
             except Exception:  # of one request: no other rank waits for these tokens for ever
                 none = torch.zeros(batch.num_seqs, dtype=torch.int32, device=self.device)
                 rank.shared(none[: len(states)], len(states))
-                self._draft(batch, step, none, on_layer)  # nor for this one's part of the layer
+                # nor for this one's part of the layer, which is not final: it is computed again
+                self._draft(batch, step, none, on_layer and self._written_by_all(_nobody))
                 raise
         drawn = rank.shared(drawn, len(states))
         if computed.which is not None:

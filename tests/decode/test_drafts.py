@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.drafting import BLOCK, EOS, Bench, answer, next_token
+from support.drafting import BLOCK, EOS, Bench, answer, happen, next_token
 
 from splitserve.decode.rows import DecodeResult, DecodeStep
 from splitserve.decode.sequences import DecodeSequence
@@ -23,28 +23,8 @@ CIRCLE = [1, 4, 6, 5, 2, 0, 1, 4, 6, 5]
 def test_any_order_of_events_gives_the_same_answers(
     data: st.DataObject, num_blocks: int, num_tokens: int
 ) -> None:
-    bench, dispatches = Bench(num_blocks, num_tokens), iter(range(1000))
-    often = ["schedule"] * 6 + ["run"] * 6 + ["join"] * 3
-    events = st.sampled_from([*often, "pause", "resume", "drop", "separate", "shrink"])
-    for event in data.draw(st.lists(events, max_size=60)):
-        held = [key[1] for key in bench.scheduler.held]
-        if event == "schedule":
-            bench.schedule()
-        elif event == "join":
-            prompt = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=9))
-            bench.join(next(dispatches), prompt, data.draw(st.integers(2, 40)))
-        elif event in ("run", "separate", "shrink"):
-            if bench.queue:
-                bench.run() if event == "run" else bench.fail(event)
-        elif held:
-            dispatch = data.draw(st.sampled_from(held))
-            getattr(bench.scheduler, event)((1, dispatch))
-            if event == "drop":
-                bench.ended[dispatch] = "dropped"
-        bench.check()
-    for key in bench.scheduler.held:
-        bench.scheduler.resume(key)
-    bench.finish()
+    bench = Bench(num_blocks, num_tokens)
+    happen(data, bench)
 
 
 def test_drafts_are_accepted_and_rejected_and_save_steps() -> None:

@@ -110,7 +110,7 @@ def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
         body = {"model": tiny[0].name, "prompt": "x", "max_tokens": 2}
         start = time.monotonic()
         refused = HTTP.post(f"{url}/v1/completions", json=body)
-        assert time.monotonic() - start < LifecycleLimits().unserved_s, "it waits for nobody"
+        assert time.monotonic() - start < LifecycleLimits().unserved_s, "no wait for a worker"
         assert refused.status_code == 503
         assert "retry-after" in refused.headers
         ours = ["--model", str(tiny[0]), *options]

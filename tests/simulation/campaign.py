@@ -67,8 +67,8 @@ def _live(world: World, requests: int) -> None:
 
 
 def rest_s(requests: int) -> float:
-    """The same in a world of ``requests``. One half is for work, of which a smaller world has less, the
-    other for what is waited for, such as an answer."""
+    """``REST_S`` for a world of ``requests``. Half of it is for work: a small world has less. The other half
+    is for time limits, which every world has."""
     return REST_S * (1 + min(1.0, requests / REQUESTS)) / 2
 
 

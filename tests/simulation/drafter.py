@@ -1,7 +1,7 @@
 """The prediction layer of a worker's model: what it drafts, and which slots it writes for that.
 
-Its drafts are right more often than not. Now and then it drafts less than it was asked for, and behind rows
-whose input was wrong or that others follow: such drafts nobody may believe."""
+Its drafts are right more often than not. Now and then it drafts less than it was asked for. It also drafts
+behind rows whose input was wrong, and behind rows that others follow: a scheduler must drop such drafts."""
 
 from __future__ import annotations
 

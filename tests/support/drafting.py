@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+from hypothesis import strategies as st
 
 from splitserve.decode.drafts import Drafts
 from splitserve.decode.rows import DecodeResult, DecodeStep
@@ -178,3 +179,29 @@ class Bench:
 
     def _sample(self, table: list[int], length: int, sequence: DecodeSequence) -> int:
         return next_token(self._text(table, length))
+
+
+def happen(data: st.DataObject, bench: Bench) -> None:
+    """Draw sequences that come and go, and steps that run and fail. In the end, all sequences are done."""
+    dispatches = iter(range(1000))
+    often = ["schedule"] * 6 + ["run"] * 6 + ["join"] * 3
+    events = st.sampled_from([*often, "pause", "resume", "drop", "separate", "shrink"])
+    for event in data.draw(st.lists(events, max_size=60)):
+        held = [key[1] for key in bench.scheduler.held]
+        if event == "schedule":
+            bench.schedule()
+        elif event == "join":
+            prompt = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=9))
+            bench.join(next(dispatches), prompt, data.draw(st.integers(2, 40)))
+        elif event in ("run", "separate", "shrink"):
+            if bench.queue:
+                bench.run() if event == "run" else bench.fail(event)
+        elif held:
+            dispatch = data.draw(st.sampled_from(held))
+            getattr(bench.scheduler, event)((1, dispatch))
+            if event == "drop":
+                bench.ended[dispatch] = "dropped"
+        bench.check()
+    for key in bench.scheduler.held:
+        bench.scheduler.resume(key)
+    bench.finish()

@@ -59,7 +59,7 @@ class Reference:
 
     @torch.inference_mode()
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Those behind ``tokens``, of which the last was sampled."""
+        """``count`` drafts behind ``tokens``. The last token was sampled, the others computed."""
         found: list[int] = []
         x = self._joined(tokens[1:], self.hidden(tokens[:-1]))
         while True:

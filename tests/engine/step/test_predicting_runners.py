@@ -102,6 +102,7 @@ def test_a_request_that_cannot_be_sampled_leaves_no_rank_waiting(
         batch = predicting_batch([(sequence, 3)], BLOCK_SIZE, num_drafts=2)
         with pytest.raises(ValueError, match="no such grammar"):
             runner.execute(batch, reported.append)
+    assert reported[-1] < runner.kv_cache.layout.num_layers, "what is computed again has not left"
     assert len({rank.num_calls for rank in (each.rank for each in runner.ranks)}) == 1
     assert run(runner, [(sequence, 3)], num_drafts=2).drafts[0] == reference.drafts(sequence.token_ids, 2)
 
