@@ -14,10 +14,11 @@ SUCCESS, INVALID_USAGE = 0, 5
 
 
 class PlayedNccl:
-    """Its functions take what ctypes gives NCCL's. ``calls``: their names, of all ranks."""
+    """Its functions take what ctypes gives NCCL's. ``calls``: their names, of all ranks. ``alone``: no thread
+    waits for another, as on a GPU; each takes its own part for that of all."""
 
     def __init__(self, size: int) -> None:
-        self._size, self.calls = size, list[str]()
+        self._size, self.calls, self.alone = size, list[str](), False
         self._meeting = threading.Barrier(size)
         self._given: list[torch.Tensor | None] = [None] * size
 
@@ -56,17 +57,19 @@ class PlayedNccl:
     def _collective(self, name: str, sent: Any, received: Any, count: Any, kind: int, handle: Any) -> int:
         rank, dtype = handle.value - 1, TYPES[kind]
         self.calls.append(name)
-        self._given[rank] = _memory(sent, count.value, dtype).clone()
+        own = self._given[rank] = _memory(sent, count.value, dtype).clone()
         try:
-            self._meeting.wait()
-            given = [each for each in self._given if each is not None]
+            if not self.alone:
+                self._meeting.wait()
+            given = [own if self.alone or each is None else each for each in self._given]
             result = {
                 "sum": lambda: sum(given),
                 "gather": lambda: torch.cat(given),
                 "broadcast": lambda: given[0],
             }
             out = result[name]()
-            self._meeting.wait()
+            if not self.alone:
+                self._meeting.wait()
         except threading.BrokenBarrierError:
             return INVALID_USAGE
         _memory(received, len(out), dtype).copy_(out)
