@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from ..coordinator.settings import CoordinatorSettings
 from ..engine.errors import EngineError
 from ..engine.latency_profile import PACED, Profile
 from ..engine.model.model_folder import check_model_folder
@@ -37,6 +38,14 @@ def require_model(folder: Path, *, weights: bool = True) -> None:
     """Raises ConfigError if ``folder`` cannot be served."""
     if problem := model_problem(folder, weights=weights):
         raise ConfigError(f"--model: {problem}")
+
+
+def require_models(coordinator: CoordinatorSettings, *, weights: bool) -> None:
+    """Raises ConfigError if one of its models cannot be served."""
+    require_model(coordinator.model, weights=weights)
+    for other in coordinator.other_models:
+        if problem := model_problem(other.model, weights=weights):
+            raise ConfigError(f"other_models: {other.model_name}: {problem}")
 
 
 def require_port(host: str, port: int) -> None:

@@ -21,9 +21,9 @@ from ..engine.latency_profile import Profile
 from ..steering.shell import Hooks, SteeringShell
 from ..steering.steering import Steering
 from ..transport.errors import TransportError
-from .checks import require_model, require_port
+from .checks import require_models, require_port
 from .config import ConfigError
-from .model_source import with_folder
+from .model_source import with_folders
 from .settings import ServerSettings
 
 _log = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 def main(settings: ServerSettings) -> None:
     """Run the coordinator until a signal. Raises ConfigError where these settings do not let it serve."""
     log_to_stderr(settings.log_level, settings.log_format, "coordinator")
-    settings = with_folder(settings, weights=False)
-    require_model(settings.model, weights=False)
+    settings = with_folders(settings, weights=False)
+    require_models(settings, weights=False)
     require_port(settings.listen_host, settings.port)
     if settings.admin_key_file is not None:
         try:

@@ -116,7 +116,7 @@ def _launch(plan: Plan, launcher: Launcher) -> int:
 
 async def _ready(plan: Plan, launcher: Launcher, url: str, wanted: set[str], deadline: float) -> bool:
     """Wait until the cluster serves. Raises LaunchError where a process has ended."""
-    while not await is_ready(url, plan.coordinator.tls_cert):
+    while not await is_ready(url, plan.coordinator.tls_cert, plan.models):
         if ended := sorted(wanted - set(launcher.running())):
             raise LaunchError(f"{ended[0]} could not start; its log: {launcher.log_of(ended[0])}")
         if time.monotonic() > deadline:
@@ -130,7 +130,8 @@ async def _roll(
 ) -> None:
     """Start each process again once the one before is back, the coordinator last. Raises LaunchError where
     one does not come back."""
-    known, serves = partial(incarnations, plan, url), partial(is_ready, url, plan.coordinator.tls_cert)
+    known = partial(incarnations, plan, url)
+    serves = partial(is_ready, url, plan.coordinator.tls_cert, plan.models)
     for i, each in enumerate([*old[1:], old[0]]):
         name, role = each.name, roles.get(each.name, "coordinator")
         before, deadline = await known(), time.monotonic() + plan.up.ready_timeout_s

@@ -9,11 +9,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlencode
 
 import httpx
 import yaml
@@ -69,7 +70,7 @@ async def _run(plan: Plan, entry: str) -> int:
     forks = WorkerForks(entry, lambda text: log("up", f"{time.strftime('%H:%M:%S')} WARNING {text}"))
     supervisor = Supervisor(
         commands(plan, forks.start),
-        is_ready=lambda: is_ready(plan.url, plan.coordinator.tls_cert),
+        is_ready=lambda: is_ready(plan.url, plan.coordinator.tls_cert, plan.models),
         log=log,
         grace_s=plan.coordinator.shutdown_timeout_s + plan.up.grace_s,
         ready_timeout_s=plan.up.ready_timeout_s,
@@ -96,11 +97,7 @@ async def _run(plan: Plan, entry: str) -> int:
     loop.add_signal_handler(signal.SIGUSR1, roll)
     loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
     deliver_signals()
-    mixed = f", and {plan.up.mixed} of both roles" if plan.up.mixed else ""
-    notify(
-        f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and "
-        f"{plan.up.decode} decode workers{mixed} ..."
-    )
+    notify(plan.summary)
     if sharing := shared(plan.workers):
         notify(sharing)
     status = await supervisor.run(_work(plan))
@@ -186,11 +183,12 @@ def _asking(url: str, certificate: Path | None) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=5, trust_env=False, verify=trust(url, None, certificate))
 
 
-async def is_ready(url: str, certificate: Path | None = None) -> bool:
-    """Has a request gone through prefill, handoff and decode?"""
+async def is_ready(url: str, certificate: Path | None = None, models: Sequence[str] = ()) -> bool:
+    """Has a request gone through prefill, handoff and decode? One of each of ``models``."""
+    pages = [f"{url}/ready?{urlencode({'model': model})}" for model in models] or [f"{url}/ready"]
     try:
         async with _asking(url, certificate) as client:
-            return (await client.get(f"{url}/ready")).status_code == 200
+            return all([(await client.get(page)).status_code == 200 for page in pages])
     except httpx.HTTPError:
         return False
 
@@ -199,14 +197,20 @@ async def known_workers(plan: Plan) -> dict[str, int] | None:
     """Process ids of the workers that the coordinator counts as alive; None where it does not answer."""
     if (state := await _debug_state(plan, plan.url)) is None:
         return None
-    return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in state["workers"]}
+    return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in _workers(state)}
+
+
+def _workers(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return those of all models."""
+    models = [state, *state.get("models", {}).values()]
+    return [worker for model in models for worker in model["workers"]]
 
 
 async def incarnations(plan: Plan, url: str) -> dict[str, int]:
     """Return the incarnation of each process that does not drain; empty: the coordinator does not answer."""
     if (state := await _debug_state(plan, url)) is None:
         return {}
-    workers = [worker for worker in state["workers"] if not worker["draining"]]
+    workers = [worker for worker in _workers(state) if not worker["draining"]]
     found = {worker["process"] or worker["worker_id"]: worker["incarnation"] for worker in workers}
     return {**found, "coordinator": state["coordinator"]["incarnation"]}
 

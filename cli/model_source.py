@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
+from ..coordinator.settings import CoordinatorSettings
 from ..engine.errors import ModelConfigError
 from .config import ConfigError
 from .extras import missing_for
@@ -47,6 +48,7 @@ S3 = re.compile(r"s3:/{1,2}(?P<bucket>[a-z0-9][a-z0-9.-]{1,62})(?:/(?P<prefix>.*
 MOST_OBJECTS = 10_000
 _log = logging.getLogger(__name__)
 Settings = TypeVar("Settings", bound=BaseModel)
+Coordinator = TypeVar("Coordinator", bound=CoordinatorSettings)
 
 
 def with_folder(settings: Settings, *, weights: bool = True) -> Settings:
@@ -63,6 +65,12 @@ def with_folder(settings: Settings, *, weights: bool = True) -> Settings:
         name = str(model) if HUB_ID.fullmatch(str(model)) else Path(str(model)).name
         changes["served_model_name"] = name.removesuffix(".gguf")
     return settings.model_copy(update=changes)
+
+
+def with_folders(settings: Coordinator, *, weights: bool) -> Coordinator:
+    """The same for all models of a coordinator."""
+    others = tuple(with_folder(other, weights=weights) for other in settings.other_models)
+    return with_folder(settings.model_copy(update={"other_models": others}), weights=weights)
 
 
 def resolved(model: str, revision: str = "", *, weights: bool = True) -> Path:

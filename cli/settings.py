@@ -49,6 +49,7 @@ class PoolSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     role: Literal["prefill", "decode", "mixed"]
+    model: str = ""  # a name of one of the coordinator's other models; empty: the first
     count: int = Field(ge=0, le=256)
     options: dict[str, Any] = {}
     sbatch: str = ""

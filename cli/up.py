@@ -12,15 +12,16 @@ import click
 from ..coordinator.http.access.operators import admin_key, make_admin_key
 from ..coordinator.http.access.url import is_loopback, url_of
 from ..coordinator.run_folder import ADMIN_KEY, RunFolder
+from ..coordinator.settings import OtherModel
 from ..engine.settings import KV_STORE_URL, WorkerSettings
 from ..worker.settings import DecodeSettings, PrefillSettings
-from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
+from .checks import port_problem, read_key, require_device, require_models, require_port, require_runner
 from .config import ConfigError, Layer, Sources, Value, build
 from .extras import missing_for
-from .model_source import with_folder
+from .model_source import with_folders
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, ServerSettings, UpSettings
-from .up_workers import FIXED, num_gpus, only, pools_of, wanted_workers, workers_of
+from .up_workers import FIXED, num_gpus, only, require_both_roles, wanted_workers, workers_of
 
 TEXTS = {
     "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of "
@@ -53,6 +54,20 @@ class Plan:
     def url(self) -> str:
         """The HTTP server's URL for a client on this machine."""
         return url_of(self.coordinator.listen_host, self.coordinator.port, self.coordinator.scheme)
+
+    @property
+    def models(self) -> list[str]:
+        """The models' names, the first one first."""
+        return [model.model_name for model in self.coordinator.each_model()]
+
+    @property
+    def summary(self) -> str:
+        """What is started, as a sentence."""
+        mixed = f", and {self.up.mixed} of both roles" if self.up.mixed else ""
+        others = sum(pool.count for pool in self.up.pools)
+        more = f", and {others} in further pools" if others else ""
+        workers = f"{self.up.prefill} prefill and {self.up.decode} decode workers{mixed}{more}"
+        return f"starting {' and '.join(self.models)}: coordinator, {workers} ..."
 
     @property
     def admin_key(self) -> str:
@@ -102,10 +117,13 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if coordinator.control_address.endswith(":0"):
         control = f"tcp://127.0.0.1:{free_ports(coordinator.processes)}"
         coordinator = coordinator.model_copy(update={"control_address": control})
+    others = tuple(map(_on_a_port, coordinator.other_models))
+    coordinator = coordinator.model_copy(update={"other_models": others})
+    require_both_roles(up, coordinator)
     wanted = wanted_workers(up, coordinator, flags, sources)
     computing = [one for each in wanted for one in each if one.runner == "model"]
-    coordinator = with_folder(coordinator, weights=bool(computing))
-    require_model(coordinator.model, weights=bool(computing))
+    coordinator = with_folders(coordinator, weights=bool(computing))
+    require_models(coordinator, weights=bool(computing))
     if makes_key and up.run_dir is None and any(each[0].kv_store for each in wanted):
         raise ConfigError(
             "--kv-store: what is stored can be read with the same cluster key only, and this cluster would "
@@ -123,6 +141,9 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     run_dir = _run_dir(up.run_dir) if up.run_dir is not None else folder.path
     made: dict[str, object] = {
         "model": coordinator.model.resolve(),
+        "other_models": tuple(
+            other.model_copy(update={"model": other.model.resolve()}) for other in coordinator.other_models
+        ),
         "port": coordinator.port or free_port(coordinator.listen_host),
     }
     if makes_key:
@@ -145,12 +166,6 @@ def _require_sense(up: UpSettings, flags: Layer) -> None:
         raise ConfigError(advice)
     if up.chat and up.prompt is not None:
         raise ConfigError("--prompt asks one question, --chat asks for yours: give one of them")
-    started = {pool.role for pool, names in pools_of(up) if names}
-    if "mixed" not in started and len(started) < 2:
-        raise ConfigError(
-            f"{'--decode' if 'prefill' in started else '--prefill'} is 0: start one at least, or workers of "
-            "both roles by --mixed"
-        )
     if up.on != "here":
         _require_elsewhere(up)
     elif up.stop or up.roll:
@@ -161,6 +176,12 @@ def _require_sense(up: UpSettings, flags: Layer) -> None:
     for manager, names in OPTIONS_OF.items():
         if manager != up.on and (wrong := [name for name in names if name in flags and getattr(up, name)]):
             raise ConfigError(f"--{wrong[0].replace('_', '-')} is for --on {manager}")
+
+
+def _on_a_port(other: OtherModel) -> OtherModel:
+    if not other.control_address.endswith(":0"):
+        return other
+    return other.model_copy(update={"control_address": f"tcp://127.0.0.1:{free_port('127.0.0.1')}"})
 
 
 def _require_elsewhere(up: UpSettings) -> None:
@@ -196,7 +217,8 @@ def _coordinator(up: UpSettings, flags: Layer, sources: Sources) -> tuple[Server
             "--chat and --prompt need --api-key-file where --tenants-file asks for keys; "
             "`splitserve keys create` makes one"
         )
-    if not here and (coordinator.control_address.endswith(":0") or not coordinator.port):
+    addresses = [model.control_address for model in coordinator.each_model()]
+    if not here and (any(address.endswith(":0") for address in addresses) or not coordinator.port):
         raise ConfigError(
             f"--control-address needs a port, and --port one too: with --on {up.on} 0 cannot be found"
         )

@@ -45,10 +45,11 @@ def wanted_workers(
         known = (FlexibleSettings if of_both else of_role).model_fields.keys() - set(FIXED)
         if unknown := sorted(pool.options.keys() - known):
             raise ConfigError(f"up.pools: a {pool.role} worker has no setting {unknown[0]!r} of its own")
+        served = of_pool(pool, coordinator)
         wanted += [
-            _of_both_roles(name, pool.role, coordinator, own, sources)
+            _of_both_roles(name, pool.role, served, own, sources)
             if of_both
-            else on_each_device(of_role, name, coordinator, own, sources)
+            else on_each_device(of_role, name, served, own, sources)
             for name in names
         ]
     return wanted
@@ -93,6 +94,30 @@ def pools_of(up: UpSettings) -> Iterator[tuple[PoolSettings, list[str]]]:
     for pool in (*own, *up.pools):
         called = "worker" if up.flexible and pool.role != "mixed" else pool.role
         yield pool, [f"{called}-{next(numbers[called])}" for _ in range(pool.count)]
+
+
+def require_both_roles(up: UpSettings, coordinator: ServerSettings) -> None:
+    """Raises ConfigError where a model would lack workers of a role, or a pool is of no model."""
+    started: dict[str, set[str]] = {model.model_name: set() for model in coordinator.each_model()}
+    for pool, names in pools_of(up):
+        started[of_pool(pool, coordinator).model_name] |= {pool.role} if names else set()
+    for name, roles in started.items():
+        if "mixed" in roles or len(roles) == 2:
+            continue
+        missing = "decode" if "prefill" in roles else "prefill"
+        if name == coordinator.model_name:
+            raise ConfigError(f"--{missing} is 0: start one at least, or workers of both roles by --mixed")
+        raise ConfigError(f"up.pools has no {missing} workers of {name}: add a pool with `model: {name}`")
+
+
+def of_pool(pool: PoolSettings, coordinator: ServerSettings) -> ServerSettings:
+    """Return the coordinator's settings for the pool's model. Raises ConfigError."""
+    models = coordinator.each_model()
+    for model in models:
+        if not pool.model or pool.model in model.names:
+            return model
+    known = ", ".join(model.model_name for model in models)
+    raise ConfigError(f"up.pools: there is no model {pool.model!r}; the coordinator has {known}")
 
 
 def _of_both_roles(

@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import uvloop
 
-from ..transport.channels.keys import KeyFile
+from ..transport.channels.keys import ClusterKey, KeyFile
 from ..transport.messages.fields import incarnations
 from ..transport.process.heap import settle_heap
 from ..transport.process.vocabulary import vocabulary_name
@@ -36,6 +36,7 @@ from .processes import Place, Serve, run_all
 from .readiness import prove
 from .run_folder import ADMIN_KEY, RESPONSES, Door, RunFolder, announce
 from .server import HttpServer, admin_server, app_of
+from .serving import Served
 from .settings import CoordinatorSettings
 from .socket_dispatcher import SocketDispatcher
 from .tenants.opening import tenancy_of
@@ -97,48 +98,52 @@ async def serve(settings: CoordinatorSettings, place: Place, make_controller: Ma
     async with AsyncExitStack() as stack:
         spawn = await stack.enter_async_context(background())
         keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
-        lifecycle = Lifecycle(incarnations()(), settings.routing, settings.lifecycle_limits(place.others))
-        model = _model_of(settings, lifecycle)
         tenancy = await stack.enter_async_context(tenancy_of(settings, failures, spawn))
         if (tracing := tracing_of(settings, settings.port)) is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
-        if (bodies := body_log_of(settings, place.number if place.others else None, failures)) is not None:
+        if (bodies := body_log_of(settings, place.number if place.num > 1 else None, failures)) is not None:
             stack.push_async_callback(asyncio.to_thread, bodies.close)
         key = None if keys is None else keys.key
-        dispatcher = SocketDispatcher(lifecycle, settings.control_address, key, failures)
-        stack.callback(dispatcher.stop)
-        controller = make_controller(settings, lifecycle, dispatcher)
-        system = partial(_system, dispatcher, controller)
-        app = app_of(settings, dispatcher, model, system, failures, tenancy, bodies, tracing)
-        if settings.trace_folder is not None:
-            trace_log = TraceLog(settings.trace_folder, settings.request_timeout_s)
-            dispatcher.listeners.add("trace file", stack.enter_context(closing(trace_log)).note)
-        if controller is not None:
-            dispatcher.listeners.add("steering", partial(_note, controller))
+        parts, models = list[_Part](), settings.each_model()
+        names = frozenset(name for one in models for name in one.names)
+        for one in models:
+            part = _Part(one, names, place, key, failures, make_controller)
+            stack.callback(part.dispatcher.stop)
+            if one.trace_folder is not None:
+                trace_log = TraceLog(one.trace_folder, settings.request_timeout_s)
+                part.dispatcher.listeners.add("trace file", stack.enter_context(closing(trace_log)).note)
+            parts.append(part)
+        app = app_of(settings, [part.served for part in parts], failures, tenancy, bodies, tracing)
         admin = None
         if settings.admin_port is not None:
             admin = admin_server(app.admin, settings.admin_host, settings.admin_port, app.front.tls)
             stack.push_async_callback(admin.stop)
-        server = HttpServer(app, host=settings.listen_host, port=settings.port, shared=bool(place.others))
+        server = HttpServer(app, host=settings.listen_host, port=settings.port, shared=place.num > 1)
         stack.push_async_callback(server.stop, settings.shutdown_timeout_s, at_once)
         app.generation.reader.warm_up()
-        app.generation.model.tokenizer.start_threads()
-
-        dispatcher.start()
+        for part in parts:
+            part.model.tokenizer.start_threads()
+            part.dispatcher.start()
         if admin is not None:
             await admin.start(spawn)
             _log.info("admin API on %s://%s:%d", settings.scheme, settings.admin_host, admin.port)
         await server.start(spawn)
-        stack.callback(spawn("probes", prove(dispatcher, lifecycle.incarnation)).cancel)
+        for part in parts:
+            of_model = f" of {part.model.name}" if len(parts) > 1 else ""
+            probes = prove(part.dispatcher, part.lifecycle.incarnation, of_model)
+            stack.callback(spawn(f"probes{of_model}", probes).cancel)
+            if (controller := part.controller) is not None:
+                stack.callback(spawn(f"steering{of_model}", controller.run()).cancel)
         if keys is not None:
-            refresh = partial(_refresh, keys, dispatcher)
+            refresh = partial(_refresh, keys, [part.dispatcher for part in parts])
             stack.callback(spawn("cluster key", follow("cluster key", refresh)).cancel)
-        if controller is not None:
-            stack.callback(spawn("steering", controller.run()).cancel)
-        _announce(settings, place, dispatcher.address, server.port, None if admin is None else admin.port)
+        control = parts[0].dispatcher.address
+        _announce(settings, place, control, server.port, None if admin is None else admin.port)
         settle_heap()
         address = f"{settings.scheme}://{settings.listen_host}:{server.port}"
-        _log.info("HTTP on %s, workers connect to %s", address, dispatcher.address)
+        _log.info("HTTP on %s, workers connect to %s", address, control)
+        for part in parts[1:]:
+            _log.info("workers of %s connect to %s", part.model.name, part.dispatcher.address)
         await stopping.wait()
 
 
@@ -149,23 +154,54 @@ def _stop_events(place: Place) -> tuple[asyncio.Event, asyncio.Event]:
     stopping, at_once, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
-        (at_once if stopping.is_set() and not place.others else stopping).set()
+        (at_once if stopping.is_set() and place.num == 1 else stopping).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    if place.others and (parent := multiprocessing.parent_process()) is not None:
+    if place.num > 1 and (parent := multiprocessing.parent_process()) is not None:
         loop.add_signal_handler(signal.SIGUSR1, at_once.set)
         loop.add_reader(parent.sentinel, stopping.set)
     return stopping, at_once
 
 
-def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle) -> ServedModel:
+class _Part:
+    """What one model has of the coordinator. ``names``: of all models. Raises CannotStart, TransportError or
+    ProfileError."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        names: frozenset[str],
+        place: Place,
+        key: ClusterKey | None,
+        failures: ListenerFailures,
+        make_controller: MakeController,
+    ) -> None:
+        limits = settings.lifecycle_limits(place.siblings(settings.control_address))
+        self.lifecycle = Lifecycle(incarnations()(), settings.routing, limits)
+        self.model = _model_of(settings, self.lifecycle, names)
+        self.dispatcher = SocketDispatcher(self.lifecycle, settings.control_address, key, failures)
+        self.controller = make_controller(settings, self.lifecycle, self.dispatcher)
+        if self.controller is not None:
+            self.dispatcher.listeners.add("steering", partial(_note, self.controller))
+
+    @property
+    def served(self) -> Served:
+        return Served(self.model, self.dispatcher, self._system)
+
+    def _system(self) -> SystemSnapshot:
+        snapshot, controller = self.dispatcher.system(), self.controller
+        return snapshot if controller is None else replace(snapshot, steering=controller.as_json())
+
+
+def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle, names: frozenset[str]) -> ServedModel:
+    """``names``: no adapter may have one of these."""
     lifecycle.pools.vocabulary = vocabulary_name(settings.model)
-    lifecycle.pools.adapters.taken = frozenset((settings.model_name, *settings.served_model_name.split(",")))
+    lifecycle.pools.adapters.taken = names
     return ServedModel.load(
         settings.model,
         settings.model_name,
-        settings.served_model_name.split(",")[1:],
+        settings.names[1:],
         max_model_len=settings.max_model_len,
         tool_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
@@ -175,21 +211,17 @@ def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle) -> ServedMode
     )
 
 
-def _system(dispatcher: SocketDispatcher, controller: Controller | None) -> SystemSnapshot:
-    snapshot = dispatcher.system()
-    return snapshot if controller is None else replace(snapshot, steering=controller.as_json())
-
-
 def _note(controller: Controller, request: Request, ended: Ended) -> None:
     if (over := finished(request, ended)) is not None:
         controller.note(over)
 
 
-def _refresh(keys: KeyFile, dispatcher: SocketDispatcher) -> str:
+def _refresh(keys: KeyFile, dispatchers: Sequence[SocketDispatcher]) -> str:
     """Use the cluster key that the file holds."""
     if not keys.changed():
         return ""
-    dispatcher.change_key(keys.key)
+    for dispatcher in dispatchers:
+        dispatcher.change_key(keys.key)
     return "two are accepted for now" if keys.key.second else "one is accepted"
 
 

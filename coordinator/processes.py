@@ -16,11 +16,11 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .errors import CannotStart
 from .http.listening_server import bind
-from .settings import CoordinatorSettings
+from .settings import CoordinatorSettings, ModelSettings
 
 RESTART_S, RESTART_MAX_S = 0.5, 30.0  # doubling, while a process dies again and again
 SETTLED_S = 60.0
@@ -28,14 +28,20 @@ GRACE_S = 10.0  # to end, after the time that open requests get
 CANNOT_START = 78
 """Exit status (EX_CONFIG) of a process that its settings do not let serve: another try would end the same."""
 _log = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=ModelSettings)
 
 
 class Place(NamedTuple):
-    """One of several: which, where the others listen to workers, and where it announces itself."""
+    """One of several: which, of how many, and where it announces itself."""
 
     number: int = 0
-    others: tuple[str, ...] = ()
+    num: int = 1
     run_folder: Path | None = None
+
+    def siblings(self, control_address: str) -> tuple[str, ...]:
+        """Return where the others listen to workers; ``control_address``: where this one does."""
+        others = (other for other in range(self.num) if other != self.number)
+        return tuple(address_of(control_address, other - self.number) for other in others)
 
 
 Serve = Callable[[Any, Place], None]
@@ -44,9 +50,17 @@ Serve = Callable[[Any, Place], None]
 
 def settings_of(settings: CoordinatorSettings, index: int) -> CoordinatorSettings:
     """Return the settings of process ``index``: its own ports, except the HTTP server's."""
-    control = address_of(settings.control_address, index)
     admin_port = settings.admin_port + index if settings.admin_port else settings.admin_port
-    return settings.model_copy(update={"control_address": control, "admin_port": admin_port})
+    return _moved(settings, index).model_copy(
+        update={
+            "admin_port": admin_port,
+            "other_models": tuple(_moved(other, index) for other in settings.other_models),
+        }
+    )
+
+
+def _moved(model: Model, index: int) -> Model:
+    return model.model_copy(update={"control_address": address_of(model.control_address, index)})
 
 
 def address_of(control_address: str, index: int) -> str:
@@ -99,12 +113,8 @@ class CoordinatorProcess:
     def __init__(
         self, settings: CoordinatorSettings, index: int, serve: Serve, run_folder: Path | None = None
     ) -> None:
-        others = tuple(
-            address_of(settings.control_address, other)
-            for other in range(settings.processes)
-            if other != index
-        )
-        self._arguments = (settings_of(settings, index), Place(index, others, run_folder))
+        place = Place(index, settings.processes, run_folder)
+        self._arguments = (settings_of(settings, index), place)
         self._index, self._serve = index, serve
         self._process: SpawnProcess | None = None
         self._started = self._not_before = float("-inf")

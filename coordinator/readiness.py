@@ -27,17 +27,19 @@ class ProbeSink(ClosedSink):
         self.done.set()
 
 
-async def prove(dispatcher: SocketDispatcher, incarnation: int, every_s: float = 0.25) -> None:
+async def prove(
+    dispatcher: SocketDispatcher, incarnation: int, of_model: str = "", every_s: float = 0.25
+) -> None:
     """Send probes while the system is not ready; ``incarnation``: the coordinator's. Runs until it is
-    cancelled."""
+    cancelled. ``of_model``: for the log."""
     number, was_ready = 0, False
     while True:
         if (ready := dispatcher.ready()) != was_ready:
             was_ready = ready
             if ready:
-                _log.info("ready: a request has gone prefill, handoff and decode")
+                _log.info("ready%s: a request has gone prefill, handoff and decode", of_model)
             else:
-                _log.warning("not ready: %s", dispatcher.gap() or dispatcher.failing())
+                _log.warning("not ready%s: %s", of_model, dispatcher.gap() or dispatcher.failing())
         if not ready and not dispatcher.gap():
             number += 1
             request, sink = _probe(incarnation, number)

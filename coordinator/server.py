@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
@@ -34,14 +35,15 @@ from .http.access_gate import AccessGate
 from .http.limits import HttpLimits
 from .http.listening_server import ListeningServer, bind
 from .http.overload import Overload
+from .lifecycle.request import Fleet
 from .listeners import ListenerFailures, Listeners
 from .metrics.body_log import BodyLog
-from .metrics.metrics import Metrics
+from .metrics.metrics import Metrics, Scrape
 from .metrics.objectives import Objectives
 from .metrics.request_record import log_request
 from .metrics.request_trace import end_trace
 from .metrics.system_snapshot import SystemSnapshot
-from .routes.admin import AdminRoutes, Fleet
+from .routes.admin import AdminRoutes
 from .routes.gate import Gate
 from .routes.health import Health
 from .routes.peer_pages import PeerPages
@@ -49,6 +51,7 @@ from .routes.routes import OrdinaryRoutes
 from .routes.tenants import tenant_routes
 from .routes.usage import usage_routes
 from .routes.websocket_stream import WebSocketStreams
+from .serving import Served, Serving, Servings
 from .settings import CoordinatorSettings
 from .stored_bytes import StoredBytes
 from .tenants.tenancy import Tenancy
@@ -74,7 +77,7 @@ class AppParts:
     """
 
     limits: HttpLimits = field(default_factory=HttpLimits)
-    system: Callable[[], SystemSnapshot] = SystemSnapshot  # called at each scrape of /metrics
+    system: Callable[[], SystemSnapshot] = SystemSnapshot  # of the first model
     operators: Operators | None = None  # None: none is configured
     tenancy: Tenancy = field(default_factory=Tenancy)
     # not None: the admin API has a port of its own, with these routes beside its usual ones
@@ -93,6 +96,7 @@ class AppParts:
     stored: StoredBytes = field(default_factory=StoredBytes)
     settings: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, for /server_info
     ollama: bool = False  # Ollama's API is spoken, too
+    further: Sequence[Served] = ()  # models beside the first
 
 
 class HttpApp:
@@ -100,24 +104,25 @@ class HttpApp:
 
     def __init__(self, dispatcher: Fleet, model: ServedModel, parts: AppParts | None = None) -> None:
         parts = parts or AppParts()
-        self.front, tenancy, system = parts.front, parts.tenancy, parts.system
-        self.metrics = Metrics(model.name, system, parts.price_per_hour, parts.failures)
-        self.dashboard = Dashboard(model.name, system, self.metrics, parts.objectives)
-        self.metrics.listeners.add("dashboard", self.dashboard.view.note)
-        self.health = Health(dispatcher, self.metrics.failures, parts.folders)
-        self.system, self.sampled = system, Listeners[[float, SystemSnapshot]](self.metrics.failures)
-        self.sampled.add("dashboard", self.dashboard.view.sample)
-        self.sampled.add("efficiency", self.metrics.efficiency.sample)
-        self.sampled.add("health", self.health.sample)
+        self.front, tenancy, failures = parts.front, parts.tenancy, parts.failures or ListenerFailures()
+        self.servings = servings = Servings(
+            Serving(*one, Metrics(one.model.name, one.system, parts.price_per_hour, failures))
+            for one in (Served(model, dispatcher, parts.system), *parts.further)
+        )
+        self.metrics = servings.first.metrics
+        self.dashboard = Dashboard(servings, parts.objectives)
+        fleets = {one.model.name: one.dispatcher for one in servings.all}
+        self.health = Health(fleets, failures, parts.folders)
+        self._sampled = [self._watch(one, failures) for one in servings.all]
         self.overload = parts.overload
         self.stored = parts.stored
-        self.metrics.registry.register(self.overload)
-        self.metrics.registry.register(self.stored)
+        registry = CollectorRegistry()
+        registry.register(self.overload)
+        registry.register(self.stored)
+        self.scrape = Scrape([one.metrics for one in servings.all], registry)
         self.generation = GenerationApi(
-            dispatcher,
-            model,
+            servings,
             parts.limits,
-            self.metrics,
             tenancy,
             parts.overload,
             self.front.access,
@@ -132,26 +137,23 @@ class HttpApp:
         if parts.batches is not None:
             dialects = {"/v1/responses": self.responses.create, "/v1/messages": messages.create}
             asking = Asking(self.generation, dialects)
-            self.batches = BatchRunner(parts.batches, asking, tenancy.directory, self.metrics.failures)
+            self.batches = BatchRunner(parts.batches, asking, tenancy.directory, failures)
         clients: list[BaseRoute] = [
             *WebSocketStreams(self.generation).routes(),
             *messages.routes(),
             *self.responses.routes(),
-            *PeerPages(model, self.metrics, system, parts.settings).routes(),
+            *PeerPages(servings, parts.settings).routes(),
         ]
         if parts.ollama:
             clients += OllamaRoutes(self.generation).routes()
         if self.batches is not None:
             clients += BatchRoutes(self.batches, parts.overload).routes()
         self.operators = operators = parts.operators or Operators(secrets.token_hex(32))
-        admin_routes = [*AdminRoutes(dispatcher).routes(), *(parts.more_admin or ())]
+        admin_routes = [*AdminRoutes(fleets).routes(), *(parts.more_admin or ())]
 
         def pages(more: Sequence[Route]) -> Starlette:
             own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]
-            routes = OrdinaryRoutes(
-                dispatcher, model, self.generation, self.metrics, self.health, own, system
-            )
-            return routes.application()
+            return OrdinaryRoutes(self.generation, self.scrape, self.health, own).application()
 
         gate = Gate(pages(admin_routes if parts.more_admin is None else ()), operators, tenancy.directory)
         self._pages = AccessGate(gate, self.front.access, self.front.proxies)
@@ -159,6 +161,20 @@ class HttpApp:
             Gate(pages(admin_routes), operators, None), self.front.admin_access, self.front.proxies
         )
         """All pages and the admin API, for a port of their own."""
+
+    def _watch(self, one: Serving, failures: ListenerFailures) -> Listeners[[float, SystemSnapshot]]:
+        """Return the model's histories."""
+        view, sampled = self.dashboard.views[one.model.name], Listeners[[float, SystemSnapshot]](failures)
+        one.metrics.listeners.add("dashboard", view.note)
+        sampled.add("dashboard", view.sample)
+        sampled.add("efficiency", one.metrics.efficiency.sample)
+        sampled.add("health", self.health.sample)
+        return sampled
+
+    def sample(self) -> None:
+        """Add every model's state to its histories."""
+        for one, sampled in zip(self.servings.all, self._sampled, strict=True):
+            sampled(monotonic(), one.system())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._pages(scope, receive, send)
@@ -179,19 +195,18 @@ class HttpApp:
 
 def app_of(
     settings: CoordinatorSettings,
-    dispatcher: Fleet,
-    model: ServedModel,
-    system: Callable[[], SystemSnapshot],
+    served: Sequence[Served],
     failures: ListenerFailures,
     tenancy: Tenancy,
     bodies: BodyLog | None,
     tracing: Tracing | None,
 ) -> HttpApp:
     """Make the application that the settings describe. Raises CannotStart."""
-    key_file, counted = settings.admin_key_file, settings.counted_files
+    key_file, counted, (first, *further) = settings.admin_key_file, settings.counted_files, served
     parts = AppParts(
         limits=settings.http_limits,
-        system=system,
+        system=first.system,
+        further=further,
         operators=None if key_file is None else Operators(admin_key(key_file), file=key_file),
         tenancy=tenancy,
         more_admin=None
@@ -212,11 +227,12 @@ def app_of(
         settings=settings.model_dump(mode="json"),
         ollama=settings.ollama,
     )
-    app = HttpApp(dispatcher, model, parts)
-    if settings.log_requests:
-        app.metrics.listeners.add("request log", log_request)
-    if tracing is not None:
-        app.metrics.listeners.add("tracing", end_trace)
+    app = HttpApp(first.dispatcher, first.model, parts)
+    for one in app.servings.all:
+        if settings.log_requests:
+            one.metrics.listeners.add("request log", log_request)
+        if tracing is not None:
+            one.metrics.listeners.add("tracing", end_trace)
     return app
 
 
@@ -262,10 +278,10 @@ class HttpServer:
         self.app.generation.reader.close()
 
     async def _sample(self) -> None:
-        """Show the system to everything that keeps a history of it, again and again."""
+        """Again and again."""
         while True:
             await asyncio.sleep(SAMPLE_EVERY_S)
-            self.app.sampled(monotonic(), self.app.system())
+            self.app.sample()
 
     async def _hurry(self) -> None:
         """Looks for clients that begin a request and do not end it."""

@@ -4,11 +4,12 @@ file."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..transport.process.settings import ClusterKeySettings
 from .chat_output.style import ReasoningOption, ToolParserOption
@@ -20,11 +21,15 @@ from .metrics.settings import RecordSettings
 from .tenants.settings import REDIS_URL, SQLITE, TenantSettings
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
+CONTROL_ADDRESS = r"^tcp://[^\s:]+:\d+$|^tcp://\[[0-9a-fA-F:.]+\]:\d+$"
+NAMES = "^[^,]{1,256}(,[^,]{1,256})*$"
 _CLASS_SECONDS = r"(premium|standard|free|batch)=\d+(\.\d+)?"
 
 
-class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterKeySettings):
-    """Takes HTTP requests and sends them to the workers. Free of torch and of the model's weights."""
+class ModelSettings(BaseModel):
+    """One model, and where its workers are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     model: Path = Field(
         description="Checkpoint folder, a model of the hub such as Qwen/Qwen3-0.6B, a GGUF file (needs "
@@ -37,13 +42,13 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     served_model_name: str = Field(
         default="",
         max_length=4096,
-        pattern=r"^([^,]{1,256}(,[^,]{1,256})*)?$",
+        pattern=rf"^$|{NAMES}",
         description="Model name in the API; after commas further names. Default: the name of the "
         "model's folder.",
     )
     control_address: str = Field(
         default="tcp://127.0.0.1:7700",
-        pattern=r"^tcp://[^\s:]+:\d+$|^tcp://\[[0-9a-fA-F:.]+\]:\d+$",
+        pattern=CONTROL_ADDRESS,
         description="Where workers reach the coordinator: tcp://HOST:PORT, HOST an address of this "
         "machine or 0.0.0.0.",
     )
@@ -61,6 +66,35 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         default="auto",
         description="How an answer marks its thought, which becomes reasoning_content. auto: by the "
         "chat template.",
+    )
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the API serves the model."""
+        return self.served_model_name.partition(",")[0] or self.model.resolve().name
+
+    @property
+    def names(self) -> list[str]:
+        """All names under which the API serves the model, without adapters; answers have the first."""
+        return [self.model_name, *self.served_model_name.split(",")[1:]]
+
+
+class OtherModel(ModelSettings):
+    """A model beside the first."""
+
+    served_model_name: str = Field(max_length=4096, pattern=NAMES)
+    control_address: str = Field(default="tcp://127.0.0.1:0", pattern=CONTROL_ADDRESS)
+
+
+class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterKeySettings, ModelSettings):
+    """Takes HTTP requests and sends them to the workers. Free of torch and of the model's weights."""
+
+    other_models: tuple[OtherModel, ...] = Field(
+        default=(),
+        max_length=64,
+        description="Further models, each with workers of its own: a list of `model`, `served_model_name`, "
+        "`control_address` (port 0: any) and, where wanted, `revision`, `max_model_len`, "
+        "`tool_call_parser`, `reasoning_parser`.",
     )
     trust_request_chat_template: bool = Field(
         default=False, description="Requests may bring their own chat_template, which runs in a sandbox."
@@ -130,11 +164,6 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     )
 
     @property
-    def model_name(self) -> str:
-        """The name under which the API serves the model."""
-        return self.served_model_name.partition(",")[0] or self.model.resolve().name
-
-    @property
     def ttft_slo_s(self) -> dict[str, float]:
         """Seconds by priority class."""
         return {
@@ -199,6 +228,17 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             return self.host
         return "::1" if ":" in self.host else "127.0.0.1"
 
+    def each_model(self) -> list[Self]:
+        """Return the settings of each model's part of the coordinator. Traces of others have folders of their
+        own."""
+        models = [self]
+        for other in self.other_models:
+            values: dict[str, Any] = {name: getattr(other, name) for name in ModelSettings.model_fields}
+            if self.trace_folder is not None:
+                values["trace_folder"] = self.trace_folder / other.model_name.replace("/", "_")
+            models.append(self.model_copy(update=values))
+        return models
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.dead_after_s < 3 * self.heartbeat_s:
@@ -207,12 +247,20 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             )
         if self.redis_url is not None and self.tenants_file is None:
             raise ValueError("--redis-url keeps the limits of --tenants-file: give that, too")
-        control_host, _, control_port = self.control_address.removeprefix("tcp://").rpartition(":")
-        ports = (
+        models = self.each_model()
+        names = Counter(name for one in models for name in {*one.names})
+        if shared := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"two models have the name {shared[0]!r}: give another by served_model_name")
+        ports = [  # option, host, first port, number of ports
             ("--port", self.listen_host, self.port, 1),
-            ("--control-address", control_host.strip("[]"), int(control_port), self.processes),
             ("--admin-port", self.admin_host, self.admin_port or 0, self.processes),
-        )
+        ]
+        for model in models:
+            control_host, _, control_port = model.control_address.removeprefix("tcp://").rpartition(":")
+            option = "--control-address" if model is self else f"control_address of {model.model_name}"
+            ports.append((option, control_host.strip("[]"), int(control_port), self.processes))
+            if model is not self and self.processes > 1 and not int(control_port):
+                raise ValueError(f"{option}: --processes {self.processes} needs a port, not 0")
         for (one, host, first, num), (other, other_host, second, more) in combinations(ports, 2):
             meet = first and second and first < second + more and second < first + num
             if meet and (host == other_host or {host, other_host} & {"0.0.0.0", "::"}):

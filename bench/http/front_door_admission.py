@@ -22,6 +22,7 @@ from ...coordinator.lifecycle.request import Ended, Request
 from ...coordinator.metrics.metrics import Metrics
 from ...coordinator.metrics.request_trace import end_trace
 from ...coordinator.metrics.system_snapshot import SystemSnapshot
+from ...coordinator.serving import Serving, Servings
 from ...coordinator.tenants.meter import Meter
 from ...coordinator.tenants.opening import KeyDirectory
 from ...coordinator.tenants.shared_limiter import SharedLimiter
@@ -58,6 +59,11 @@ class Noting:
         return ""
 
     def drain(self, worker_id: str, timeout_s: float | None) -> None: ...
+
+    def flip(self, worker_id: str, role: str, timeout_s: float | None) -> None: ...
+
+    def flips(self) -> list[dict[str, object]]:
+        return []
 
     def snapshot(self) -> dict[str, object]:
         return {}
@@ -108,7 +114,8 @@ async def _admission(
     dispatcher, answers, no_headers = Noting(), Heard(), dict[bytes, bytes]()
     metrics = Metrics("bench", SystemSnapshot)
     metrics.listeners.add("tracing", end_trace)
-    api = GenerationApi(dispatcher, served, HttpLimits(), metrics, tenancy)
+    serving = Serving(served, dispatcher, SystemSnapshot, metrics)
+    api = GenerationApi(Servings([serving]), HttpLimits(), tenancy)
     api.tracing = tracing
     body = json.dumps({**CHAT, "max_tokens": 16}).encode()
     times = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from importlib.resources import files
 from time import monotonic
 
@@ -19,9 +18,9 @@ from starlette.routing import Route
 
 from ...transport.latency_bounds import attainment, notation, parse_bounds
 from ..errors import NotFound, WrongField
-from ..metrics.metrics import Metrics
+from ..metrics.efficiency import Efficiency
 from ..metrics.objectives import Objectives
-from ..metrics.system_snapshot import SystemSnapshot
+from ..serving import Servings
 from .live_view import LiveView
 
 FEED = "/dashboard/feed"
@@ -42,17 +41,15 @@ HEADERS = {
 
 
 class Dashboard:
-    """Keeps the history and serves the page. ``system`` is asked once for each second that somebody looks."""
+    """Keeps the history and serves the page, which shows one model (``?model=NAME``)."""
 
-    def __init__(
-        self,
-        model_name: str,
-        system: Callable[[], SystemSnapshot],
-        metrics: Metrics,
-        objectives: Objectives | None = None,
-    ) -> None:
-        self.view = LiveView(monotonic(), time.time(), metrics.counts.requests, objectives)
-        self._model_name, self._system, self._metrics = model_name, system, metrics
+    def __init__(self, servings: Servings, objectives: Objectives | None = None) -> None:
+        now, wall = monotonic(), time.time()
+        self.views = {
+            serving.model.name: LiveView(now, wall, serving.metrics.counts.requests, objectives)
+            for serving in servings.all
+        }
+        self._servings = servings
         self._boot = time.time_ns()
         self._files = {path: (body, TYPES[path.rpartition(".")[2]]) for path, body in _read_files().items()}
 
@@ -76,27 +73,31 @@ class Dashboard:
         return self._answer(request.path_params["path"])
 
     async def _feed(self, request: Request) -> Response:
+        serving = self._servings.asked(request)
         after_point, after_request = _number(request, "after_point"), _number(request, "after_request")
-        state = self.view.state(monotonic(), self._system(), after_point, after_request, _objectives(request))
+        state = self.views[serving.model.name].state(
+            monotonic(), serving.system(), after_point, after_request, _objectives(request)
+        )
         about = {
-            "boot": str(self._boot),
-            "model": self._model_name,
-            "cost": self._cost(),
-            "refusals": dict(self._metrics.counts.refusals),
+            "boot": f"{self._boot}-{serving.model.name}",
+            "model": serving.model.name,
+            "models": list(self.views),
+            "cost": _cost(serving.metrics.efficiency),
+            "refusals": dict(serving.metrics.counts.refusals),
         }
         body = orjson.dumps({**about, **state})
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
-
-    def _cost(self) -> dict[str, float]:
-        """What is known of it: over the last minute, and ``total`` since the start."""
-        efficiency = self._metrics.efficiency
-        return {**efficiency.gauges(), **({"total": efficiency.cost} if efficiency.has_price else {})}
 
     def _answer(self, path: str) -> Response:
         if path not in self._files:
             raise NotFound(f"There is no /dashboard/{path[:200]}.", code="unknown_url")
         body, kind = self._files[path]
         return Response(body, headers={**HEADERS, "content-type": kind})
+
+
+def _cost(efficiency: Efficiency) -> dict[str, float]:
+    """What is known of it: over the last minute, and ``total`` since the start."""
+    return {**efficiency.gauges(), **({"total": efficiency.cost} if efficiency.has_price else {})}
 
 
 def is_open(path: str) -> bool:

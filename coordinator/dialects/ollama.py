@@ -5,7 +5,6 @@ Their streams are lines of JSON: one for each part, the last with counts. https:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -22,8 +21,10 @@ from ..generate.bodies.fields import Body
 from ..http.answers import json_response
 from ..http.body import check_is_own
 from ..http.call import Endpoint
+from ..text.served_model import ServedModel
 from .chat_stream import object_of
 from .ollama_body import LATEST, OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
+from .ollama_cards import capabilities, card, details
 from .ollama_embed import EmbedRoutes
 from .routes import CHAT, Dialect, Event, Framing
 
@@ -52,12 +53,12 @@ class ShowRequest(Body):
 
 
 class OllamaRoutes:
-    """Answers chats and prompts, and describes the one model there is."""
+    """Answers chats and prompts, and describes the models."""
 
     def __init__(self, generation: GenerationApi) -> None:
         framing = Framing("application/x-ndjson", lines_of, check_is_own)
         self._dialect = Dialect(generation, CHAT_PARAMS, framing)
-        self._model = generation.model
+        self._servings = generation.servings
 
     def routes(self) -> list[Route]:
         return [
@@ -75,14 +76,14 @@ class OllamaRoutes:
         answer = OllamaAnswer(asked.model, generates=False)
         if not asked.messages:
             return self._load(asked, answer)
-        return await self._respond(request, asked, self._bounded(asked.for_chat()), answer)
+        return await self._respond(request, asked, self._bounded(asked), answer)
 
     async def _generate(self, request: Request) -> Response:
         asked = await self._dialect.read(request, OllamaGenerateRequest)
         answer = OllamaAnswer(asked.model, generates=True)
         if not asked.prompt:
             return self._load(asked, answer)
-        body = await self._raw(asked) if asked.raw else self._bounded(asked.for_chat())
+        body = await self._raw(asked) if asked.raw else self._bounded(asked)
         return await self._respond(request, asked, body, answer)
 
     async def _respond(
@@ -93,12 +94,14 @@ class OllamaRoutes:
 
     def _load(self, asked: OllamaRequest, answer: OllamaAnswer) -> Response:
         """Answer a request that only wants the model loaded."""
-        self._check_name(asked.model)
+        self._model(asked.model)
         return json_response(answer.loaded())
 
-    def _bounded(self, chat: dict[str, Any]) -> dict[str, Any]:
-        """Drop a bound of new tokens that no answer reaches: Ollama takes any number."""
-        if (chat["max_completion_tokens"] or 0) >= self._model.max_model_len:
+    def _bounded(self, asked: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
+        """Return a chat's body without a bound of new tokens that no answer reaches: Ollama takes any
+        number."""
+        chat = asked.for_chat()
+        if (chat["max_completion_tokens"] or 0) >= self._model(asked.model).max_model_len:
             chat["max_completion_tokens"] = None
         return chat
 
@@ -106,13 +109,13 @@ class OllamaRoutes:
         """Return a completion's body: up to the context's end where the client gives no bound."""
         body = asked.for_completion()
         token_ids = await self._dialect.prompt_ids(body, COMPLETIONS)
-        room = self._model.max_model_len - len(token_ids)
+        room = self._model(asked.model).max_model_len - len(token_ids)
         return {**body, "prompt": token_ids, "max_tokens": min(body["max_tokens"] or room, room)}
 
     async def _show(self, request: Request) -> Response:
         asked = await self._dialect.read(request, ShowRequest)
-        self._check_name(asked.model)
-        model, family, defaults = self._model, self._model.architecture, self._model.defaults
+        model = self._model(asked.model)
+        family, defaults = model.architecture, model.defaults
         sampling = {
             "temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p,
             "min_p": defaults.min_p, "repeat_penalty": defaults.repetition_penalty,
@@ -127,58 +130,34 @@ class OllamaRoutes:
             {
                 "modelfile": "",
                 "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
-                "template": self._model.template_source,
-                "details": self._details(asked.model.removesuffix(LATEST)),
+                "template": model.template_source,
+                "details": details(model, asked.model.removesuffix(LATEST)),
                 "model_info": info,
-                "capabilities": self._capabilities(),
-                "modified_at": self._card(model.name)["modified_at"],
+                "capabilities": capabilities(model),
+                "modified_at": card(model, model.name)["modified_at"],
             }
         )
 
     async def _tags(self, request: Request) -> Response:
-        return json_response({"models": list(map(self._card, self._model.listed()))})
+        models = self._servings.models.all
+        return json_response({"models": [card(model, name) for model in models for name in model.listed()]})
 
     async def _loaded(self, request: Request) -> Response:
-        more = {"expires_at": NEVER, "size_vram": 0, "context_length": self._model.max_model_len}
-        ready = self._dialect.generation.dispatcher.ready()
-        loaded = [{**self._card(name), **more} for name in self._model.listed()]
-        return json_response({"models": loaded if ready else []})
+        ready = [serving.model for serving in self._servings.all if serving.dispatcher.ready()]
+        more = {"expires_at": NEVER, "size_vram": 0}
+        loaded = [
+            {**card(model, name), **more, "context_length": model.max_model_len}
+            for model in ready
+            for name in model.listed()
+        ]
+        return json_response({"models": loaded})
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": API_VERSION})
 
-    def _capabilities(self) -> list[str]:
-        rules, thinking = self._model.embeddings, ["thinking"] if self._model.chat_style.thinks else []
-        generates = [] if rules.alone else ["completion", "tools", *thinking]
-        return [*generates, *([] if rules.refusal else ["embedding"])]
-
-    def _check_name(self, name: str) -> None:
-        self._model.check_name(name.removesuffix(LATEST))
-
-    def _card(self, name: str) -> dict[str, Any]:
-        """Return the model as lists have it, under one of its names. The coordinator has no weights: the size
-        is 0, and the digest is that of the first name, the context, the template and an adapter's content."""
-        model = self._model
-        about = f"{model.name}\0{model.longest}\0{model.vocab_size}\0{model.template_source}"
-        about += self._model.adapters().served.get(name, "")
-        return {
-            "name": name,
-            "model": name,
-            "modified_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
-            "size": 0,
-            "digest": hashlib.sha256(about.encode()).hexdigest(),
-            "details": self._details(name),
-        }
-
-    def _details(self, name: str) -> dict[str, Any]:
-        family, model = self._model.architecture, self._model
-        named = {"format": "safetensors", "family": family, "families": [family]}
-        return {
-            "parent_model": "" if name in model.names else model.name,
-            **named,
-            "parameter_size": "",
-            "quantization_level": "",
-        }
+    def _model(self, name: str) -> ServedModel:
+        """Raises NotFound."""
+        return self._servings.models.of(name.removesuffix(LATEST))
 
 
 async def lines_of(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:

@@ -64,7 +64,7 @@ class EmbedRoutes:
     async def _embed(self, request: Request) -> Response:
         asked = await self._dialect.read(request, OllamaEmbedRequest)
         if not asked.input:  # only wants the model loaded
-            self._dialect.generation.model.check_name(asked.model.removesuffix(LATEST))
+            self._dialect.generation.models.of(asked.model.removesuffix(LATEST))
             return json_response({"model": asked.model, "embeddings": []})
         body: dict[str, Any] = {"input": asked.input, "dimensions": asked.dimensions or None}
         if asked.truncate is not False:

@@ -21,6 +21,7 @@ from ..http.answers import account_of, json_response, limit_of, page_response
 from ..http.call import Endpoint
 from ..stored_bytes import StorageLimitReached
 from ..tenants.settings import REDIS_URL
+from ..text.served_model import ServedModel
 from .background_responses import BackgroundResponses
 from .chat_stream import while_connected
 from .responses_body import CHAT_PARAMS, CountInputRequest, ResponsesRequest
@@ -40,7 +41,7 @@ class ResponsesRoutes:
     def __init__(self, generation: GenerationApi, store: ResponseStore | None) -> None:
         """``store``: None where there is none; then nothing can be continued."""
         self._dialect = Dialect(generation, CHAT_PARAMS)
-        self._model, self._limits = generation.model, generation.limits
+        self._models, self._limits = generation.models, generation.limits
         self._store = store
         self.background = BackgroundResponses(self._dialect, store)
 
@@ -66,7 +67,7 @@ class ResponsesRoutes:
         """Answer a POST. Raises ApiError."""
         asked = await self._dialect.read(request, ResponsesRequest)
         items, chat = await self._chat_of(request, asked)
-        name = self._model.shown_name(asked.model)
+        name = self._models.of(asked.model).shown_name(asked.model)
         answer = ResponseAnswer(f"resp_{secrets.token_hex(24)}", asked, name)
         if self._store is None:
             answer.response["store"] = False
@@ -84,9 +85,9 @@ class ResponsesRoutes:
 
     async def _count(self, request: Request) -> Response:
         asked = await self._dialect.read(request, CountInputRequest)
-        self._model.check_name(asked.model)
+        model = self._models.of(asked.model)
         _, chat = await self._chat_of(request, asked)
-        count = await self._model.tokenizer.aside(lambda: self._num_tokens(chat))
+        count = await model.tokenizer.aside(lambda: _num_tokens(chat, model))
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def _list(self, request: Request) -> Response:
@@ -142,7 +143,8 @@ class ResponsesRoutes:
         items = await self._resolved(tenant, items_of(asked.input or []), earlier)
         chat = asked.for_chat([*earlier, *items])
         if asked.truncation == "auto":
-            chat = await self._model.tokenizer.aside(lambda: self._shortened(asked, [*earlier, *items], chat))
+            model, every = self._models.of(asked.model), [*earlier, *items]
+            chat = await model.tokenizer.aside(lambda: _shortened(asked, every, chat, model))
         return items, chat
 
     async def _resolved(self, tenant: str, items: list[Item], earlier: Sequence[Item]) -> list[Item]:
@@ -159,25 +161,6 @@ class ResponsesRoutes:
                     f"input[{i}].id: there is no stored item {item['id']!r}", param=f"input[{i}].id"
                 )
         return [found[item["id"]] if item["type"] == "item_reference" else item for item in items]
-
-    def _shortened(
-        self, asked: CountInputRequest, items: Sequence[Item], chat: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Leave out the oldest items, half of them at a time, until the others fit the context."""
-        room = self._model.max_model_len - (chat.get("max_completion_tokens") or 1)
-        while self._num_tokens(chat) > room and len(items) > 1:
-            items = items[(len(items) + 1) // 2 :]
-            chat = asked.for_chat(items)
-        return chat
-
-    def _num_tokens(self, chat: dict[str, Any]) -> int:
-        """Count the prompt's tokens; one more than the model takes where it is longer. Blocks."""
-        body = orjson.dumps({name: value for name, value in chat.items() if value is not None})
-        try:
-            (prompt,) = prompts_of(parse_generating(CHAT, body), self._model)
-        except ContextTooLong:
-            return self._model.max_model_len + 1
-        return len(prompt.token_ids)
 
     # --- storing -----------------------------------------------------------------------------------
 
@@ -215,3 +198,24 @@ def opened_store(where: str | None, keep_s: float) -> ResponseStore | None:
 
         return RedisResponses(where, keep_s)
     return SqliteResponses(Path(where), keep_s)
+
+
+def _shortened(
+    asked: CountInputRequest, items: Sequence[Item], chat: dict[str, Any], model: ServedModel
+) -> dict[str, Any]:
+    """Leave out the oldest items, half of them at a time, until the others fit the context."""
+    room = model.max_model_len - (chat.get("max_completion_tokens") or 1)
+    while _num_tokens(chat, model) > room and len(items) > 1:
+        items = items[(len(items) + 1) // 2 :]
+        chat = asked.for_chat(items)
+    return chat
+
+
+def _num_tokens(chat: dict[str, Any], model: ServedModel) -> int:
+    """Count the prompt's tokens; one more than the model takes where it is longer. Blocks."""
+    body = orjson.dumps({name: value for name, value in chat.items() if value is not None})
+    try:
+        (prompt,) = prompts_of(parse_generating(CHAT, body), model)
+    except ContextTooLong:
+        return model.max_model_len + 1
+    return len(prompt.token_ids)

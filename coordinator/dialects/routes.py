@@ -100,7 +100,7 @@ class Dialect:
 
     async def prompt_ids(self, body: dict[str, Any], endpoint: Endpoint = CHAT) -> Sequence[int]:
         """Return the tokens of the one prompt of a completion's body. Raises InvalidRequest."""
-        data, model = orjson.dumps(body), self.generation.model
+        data, model = orjson.dumps(body), self.generation.models.of(body.get("model"))
         (prompt,) = await model.tokenizer.aside(lambda: prompts_of(parse_generating(endpoint, data), model))
         return prompt.token_ids
 

@@ -15,22 +15,21 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ...transport.process.otel import Tracing
-from ..errors import ApiError, InternalError, MethodNotAllowed, Overloaded, WrongField, no_workers
+from ..errors import ApiError, InternalError, MethodNotAllowed, Overloaded, WrongField
 from ..http.access.access import Access
 from ..http.access.forwarded import TrustedProxies
 from ..http.body import ClientGone
 from ..http.call import JSON, Answering, Call
 from ..http.limits import LARGE_BODY_BYTES, HttpLimits
 from ..http.overload import Overload
-from ..lifecycle.request import Dispatcher
 from ..metrics.body_log import NAME as BODY_LOG
 from ..metrics.body_log import BodyLog
 from ..metrics.metrics import Metrics
 from ..metrics.request_trace import begin_trace
+from ..serving import Servings
 from ..tenants.buckets import Shortage
 from ..tenants.limits import Account
 from ..tenants.tenancy import Admission, Tenancy, estimated_tokens, headers_of, refusal_of
-from ..text.served_model import ServedModel
 from .bodies.fields import UnknownFields
 from .costly import CostlyPlanner
 from .exchange import HttpExchange
@@ -57,10 +56,8 @@ class GenerationApi:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
-        model: ServedModel,
+        servings: Servings,
         limits: HttpLimits,
-        metrics: Metrics,
         tenancy: Tenancy | None = None,
         overload: Overload | None = None,
         access: Access | None = None,
@@ -70,24 +67,20 @@ class GenerationApi:
         times_tokens: bool = False,
     ) -> None:
         """``times_tokens``: note when each token came, for the trace file."""
-        self.dispatcher = dispatcher
-        self.model = model
-        self.limits = limits
-        self.metrics = metrics
+        self.servings, self.models, self.limits = servings, servings.models, limits
+        self.metrics = servings.first.metrics  # also of requests whose model is not known yet
         self.access = access or Access()
         self.proxies = proxies or TrustedProxies()
         self.overload = overload or Overload()
-        self.bodies = bodies
-        self.tracing = tracing
-        self.times_tokens = times_tokens
-        self.reader = BodyReader(model, limits, self.overload)
+        self.bodies, self.tracing, self.times_tokens = bodies, tracing, times_tokens
+        self.reader = BodyReader(self.models.all, limits, self.overload)
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None  # the answer to every new request; None: they are served
         self._tenancy = tenancy or Tenancy()
         self.directory = self._tenancy.directory
         self._unknown = UnknownFields()
-        self._planner = Planner(model, limits)
-        self._costly = CostlyPlanner(self._planner, self.reader, self._tenancy.limiter, dispatcher)
+        self._planners = {model.name: Planner(model, limits) for model in self.models.all}
+        self._costly = CostlyPlanner(self.reader, self._tenancy.limiter)
         self.preparing: set[asyncio.Task[None]] = set()
         self._ids = RequestIds()
         self._arrived: list[tuple[Call, float]] = []  # complete calls, and when: monotonic seconds
@@ -105,21 +98,22 @@ class GenerationApi:
             asyncio.get_running_loop().call_soon(self._handle_arrived)
         self._arrived.append((call, monotonic()))
 
-    def refuse(self, call: Call, error: ApiError, id: str = "") -> None:
-        """Answer with an error as the whole response, under this id or a new one."""
+    def refuse(self, call: Call, error: ApiError, id: str = "", metrics: Metrics | None = None) -> None:
+        """Answer with an error as the whole response, under this id or a new one; ``metrics``: its model."""
         named = client_id(call.headers)
         id = id or self._ids.new(call.endpoint, named)
-        self.metrics.request_ended(call.endpoint, str(error.status))
-        self.metrics.refused(error)
+        counted = metrics or self.metrics
+        counted.request_ended(call.endpoint, str(error.status))
+        counted.refused(error)
         if self.bodies is not None:
             self.metrics.failures.call(BODY_LOG, self.bodies.refused, call, id, error.status, error.body())
         header = HEADER, (named or id).encode()
         call.respond(error.status, [JSON, header, *error.headers()], error.body())
 
     def closed(self, call: Call) -> None:
-        self.metrics.num_open -= 1
         call.responder = None
         exchange = self.open.pop(call, None)
+        (self if exchange is None else exchange.serving).metrics.num_open -= 1
         if self.bodies is not None:
             named = (exchange.id, exchange.account.status) if exchange is not None else ()
             self.metrics.failures.call(BODY_LOG, self.bodies.closed, call, *named)
@@ -177,29 +171,32 @@ class GenerationApi:
             self._set_aside(call, None, arrival)
             return None
         request = parse(call.endpoint, call.body)
-        self.model.check_name(request.model)
-        if gap := self.dispatcher.gap():
-            raise no_workers(gap)
+        self.servings.of(request.model).require_workers()
         return request
 
     def _plan(self, call: Call, request: AskedRequest, arrival: float) -> RequestPlan | None:
         """Return None if planning takes long: then a thread does it."""
-        if self._planner.is_quick(request):
-            return self._planner.plan(request, call.headers, call.account.priority_class)
-        self._set_aside(call, request, arrival)
+        planner = self._planners[self.models.of(request.model).name]
+        if planner.is_quick(request):
+            return planner.plan(request, call.headers, call.account.priority_class)
+        self._set_aside(call, (request, planner), arrival)
         return None
 
-    def _set_aside(self, call: Call, request: AskedRequest | None, arrival: float) -> None:
-        """Plan a costly request aside, then submit it. ``request``: None if the body is not parsed."""
-        task = asyncio.get_running_loop().create_task(self._prepare_aside(call, request, arrival))
+    def _set_aside(self, call: Call, known: tuple[AskedRequest, Planner] | None, arrival: float) -> None:
+        """Plan a costly request aside, then submit it. ``known``: see ``CostlyPlanner.plan``."""
+        task = asyncio.get_running_loop().create_task(self._prepare_aside(call, known, arrival))
         self.preparing.add(task)
         task.add_done_callback(self.preparing.discard)
 
-    async def _prepare_aside(self, call: Call, request: AskedRequest | None, arrival: float) -> None:
+    async def _prepare_aside(
+        self, call: Call, known: tuple[AskedRequest, Planner] | None, arrival: float
+    ) -> None:
         limiter = self._tenancy.limiter
         try:
-            plan, admission = await self._costly.plan(call, request)
+            plan, admission = await self._costly.plan(call, known)
             try:
+                if known is None:
+                    self.servings.of(plan.model).require_workers()
                 if call.gone:
                     raise ClientGone
                 exchange = self._open(call, plan, arrival)
@@ -231,14 +228,15 @@ class GenerationApi:
             raise WrongField("n", f"{asked}; at most {most} are allowed")
         if plan.unknown_fields:
             self._unknown.note(plan.unknown_fields)
-        plan, key = plan._replace(adapter=self.model.adapter(plan.model)), IdempotencyKey.of(call)
+        serving, key = self.servings.of(plan.model), IdempotencyKey.of(call)
+        plan = plan._replace(adapter=serving.model.adapter(plan.model))
         named = plan.request_id or client_id(call.headers)
         id, trace = self._ids.new(plan.endpoint, named), None
         if self.tracing is not None:
             trace = begin_trace(self.tracing, call.endpoint, call.headers, arrival, self.metrics.failures)
         answering: Answering = call if self.bodies is None else self.bodies.record(call)
         call.drop_body()
-        exchange = HttpExchange(self, answering, plan, id, arrival, trace, named, key)
+        exchange = HttpExchange(self, serving, answering, plan, id, arrival, trace, named, key)
         exchange.make_requests()
         return exchange
 
@@ -252,17 +250,20 @@ class GenerationApi:
         """Submit or refuse the request, as its key's limits have answered."""
         if isinstance(answer, Shortage):
             exchange.discard()
-            self.refuse(call, refusal_of(answer))
+            self.refuse(call, refusal_of(answer), metrics=exchange.serving.metrics)
         elif call.gone:
             exchange.discard()
             self._tenancy.limiter.settle(answer, 0)
         elif not self.overload.take("prompt_bytes", exchange.plan.num_prompt_bytes):
             exchange.discard()
             self._tenancy.limiter.settle(answer, 0)
-            self.refuse(call, Overloaded(TOO_MANY_PROMPTS, retry_after_s=1))
+            overloaded = Overloaded(TOO_MANY_PROMPTS, retry_after_s=1)
+            self.refuse(call, overloaded, metrics=exchange.serving.metrics)
         else:
             exchange.admission, exchange.more_headers = answer, headers_of(answer.room)
             call.responder = self.open[call] = exchange
+            self.metrics.num_open -= 1
+            exchange.serving.metrics.num_open += 1
             if self._sweep is None:
                 self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._look_after_open)
             if (meter := self._tenancy.meter) is not None:

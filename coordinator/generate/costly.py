@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..errors import no_workers
 from ..http.call import Call
-from ..lifecycle.request import Dispatcher
 from ..tenants.buckets import Shortage
 from ..tenants.tenancy import Admission, Answer, Limiter, refusal_of
 from .plan import PLAN_HEADERS, AskedRequest, Planner, RequestPlan
@@ -16,29 +14,27 @@ from .reader.body_reader import BodyReader
 
 
 class CostlyPlanner:
-    """Plans requests for one model while the event loop goes on."""
+    """Plans requests while the event loop goes on."""
 
-    def __init__(
-        self, planner: Planner, reader: BodyReader, limiter: Limiter, dispatcher: Dispatcher
-    ) -> None:
-        self._planner, self._reader, self._limiter, self._dispatcher = planner, reader, limiter, dispatcher
+    def __init__(self, reader: BodyReader, limiter: Limiter) -> None:
+        self._reader, self._limiter = reader, limiter
 
-    async def plan(self, call: Call, request: AskedRequest | None) -> tuple[RequestPlan, Admission]:
+    async def plan(
+        self, call: Call, known: tuple[AskedRequest, Planner] | None
+    ) -> tuple[RequestPlan, Admission]:
         """Return the plan, and the admission of one request of one token so far. Raises ApiError.
 
-        ``request``: None if the body is not parsed yet.
+        ``known``: None if the body is not parsed yet, else the request and its model's planner.
         """
         admission = await self._asked(lambda answer: self._limiter.admit(call.account, 1, answer))
         own_class = call.account.priority_class
         try:
-            if request is not None:
-                aside = self._planner.model.tokenizer.aside
-                return await aside(lambda: self._planner.plan(request, call.headers, own_class)), admission
+            if known is not None:
+                request, planner = known
+                aside = planner.model.tokenizer.aside
+                return await aside(lambda: planner.plan(request, call.headers, own_class)), admission
             headers = {name: call.headers[name] for name in PLAN_HEADERS if name in call.headers}
-            plan = await self._reader.read("plan", call.body, call.endpoint, headers, own_class)
-            if gap := self._dispatcher.gap():
-                raise no_workers(gap)
-            return plan, admission
+            return await self._reader.read("plan", call.body, call.endpoint, headers, own_class), admission
         except BaseException:
             self._limiter.settle(admission, 0)
             raise

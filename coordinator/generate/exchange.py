@@ -17,13 +17,12 @@ from typing import Protocol
 from ...transport.process.otel import RequestTrace
 from ..errors import ApiError, DeadlineExceeded, Headers, InternalError, from_ended
 from ..http.call import JSON, Answering
-from ..lifecycle.request import Dispatcher, Ended, Request, Sink
+from ..lifecycle.request import Ended, Request, Sink
 from ..lifecycle.time_ledger import server_timing
-from ..metrics.metrics import Metrics
 from ..metrics.trace_log import TimedSink
+from ..serving import Serving
 from ..tenants.limits import salt_of
 from ..tenants.tenancy import Admission
-from ..text.served_model import ServedModel
 from .accounting import Accounting
 from .choice import Choice, best_of
 from .formats import COMMENT, DONE, STREAM_HEADERS, Silence, error_event, format_of
@@ -39,9 +38,6 @@ _log = logging.getLogger(__name__)
 class Service(Protocol):
     """The service that an exchange belongs to."""
 
-    dispatcher: Dispatcher
-    metrics: Metrics
-    model: ServedModel
     times_tokens: bool
 
     def done(self, exchange: HttpExchange) -> None:
@@ -54,6 +50,7 @@ class HttpExchange:
     def __init__(
         self,
         service: Service,
+        serving: Serving,
         call: Answering,
         plan: RequestPlan,
         id: str,
@@ -63,10 +60,10 @@ class HttpExchange:
         key: IdempotencyKey | None = None,
     ) -> None:
         """``arrival``: monotonic seconds. ``client_id``: the client's name for it, which the answer has."""
-        self.id, self.plan = id, plan
+        self.id, self.plan, self.serving = id, plan, serving
         shown = f"{id.partition('-')[0]}-{client_id}" if client_id else id
-        self.form = format_of(plan, shown, service.model)
-        self.itl, self.tokenizer = service.metrics.itl, service.model.tokenizer
+        self.form = format_of(plan, shown, serving.model)
+        self.itl, self.tokenizer = serving.metrics.itl, serving.model.tokenizer
         self.choices: list[Choice] = []
         self._key, self._resumable = key, resumable_stream(key, plan, self, call.write)
         self.write: Callable[[bytes], None] = self._resumable.write if self._resumable else call.write
@@ -76,7 +73,7 @@ class HttpExchange:
         self.account = Accounting(id, plan, call, arrival, self.choices)
         self.usage_so_far = self.account.usage_so_far
         self._service, self._call, self._trace = service, call, trace
-        self._dispatcher, self._metrics = service.dispatcher, service.metrics
+        self._dispatcher, self._metrics = serving.dispatcher, serving.metrics
         self._loop = asyncio.get_running_loop()
         self._num_open = self._num_running = 0  # choices that have not ended; of these, with the dispatcher
         self._finished: set[int] = set()  # choices whose last chunk was written

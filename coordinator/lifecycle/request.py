@@ -11,6 +11,7 @@ from ...transport.messages.messages import (
     FinishReason,
     ModelIdentity,
     RequestSpec,
+    Role,
     SamplingParams,
     TokenLogprobs,
     u32,
@@ -268,3 +269,14 @@ class Dispatcher(Protocol):
 
     def snapshot(self) -> dict[str, object]:
         """Return the state for /debug/state, JSON-ready."""
+
+
+class Fleet(Dispatcher, Protocol):
+    """The serving system, and what an operator may do with its workers."""
+
+    def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
+        """Has a worker change its role in place. Returns the change as it stands, JSON-ready; a sentence
+        where it cannot; None: no such worker."""
+
+    def flips(self) -> list[dict[str, object]]:
+        """The latest changes of roles, JSON-ready, oldest first."""

@@ -7,6 +7,7 @@ Nothing on the path of a token looks up a label.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +109,7 @@ class BatchedHistogram:
 
 
 class Metrics:
-    """All metrics of one coordinator."""
+    """All metrics of one model."""
 
     def __init__(
         self,
@@ -126,8 +127,6 @@ class Metrics:
         self.listeners: Listeners[[RequestRecord]] = Listeners(self.failures)
         """Called for each request that is over."""
         self.model_name = model_name
-        self._scraped_at = float("-inf")
-        self._text = b""
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", SECONDS
         )
@@ -197,13 +196,10 @@ class Metrics:
             self._book_closed()
         self.listeners(record)
 
-    def render(self, now: float) -> bytes:
-        """Return the text for a scrape."""
-        if now - self._scraped_at >= MIN_SCRAPE_INTERVAL_S:
-            self._book_closed()
-            self._text = generate_latest(self.registry)
-            self._scraped_at = now
-        return self._text
+    def collect(self) -> Iterator[Metric]:
+        """Yield all of them."""
+        self._book_closed()
+        yield from self.registry.collect()
 
     def _book_closed(self) -> None:
         """Book all closed requests: a column of each stage's seconds, and one of their totals."""
@@ -219,3 +215,38 @@ class Metrics:
         histogram = BatchedHistogram(f"splitserve_{name}", text, bounds, {"model_name": self.model_name})
         self.registry.register(histogram)
         return histogram
+
+
+class Scrape:
+    """The text of /metrics. Of several models each series has its model's name."""
+
+    def __init__(self, models: Sequence[Metrics], registry: CollectorRegistry) -> None:
+        """``registry``: what belongs to no model."""
+        self._models, self._registry = models, registry
+        self._scraped_at = float("-inf")
+        self._text = b""
+
+    def render(self, now: float) -> bytes:
+        """Return the text for a scrape."""
+        if now - self._scraped_at >= MIN_SCRAPE_INTERVAL_S:
+            self._text = generate_latest(cast(CollectorRegistry, self))
+            self._scraped_at = now
+        return self._text
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric once, with the series of all models."""
+        yield from self._registry.collect()
+        if len(self._models) == 1:
+            yield from self._models[0].collect()
+            return
+        families: dict[str, Metric] = {}
+        for metrics in self._models:
+            for family in metrics.collect():
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                merged.samples += [
+                    sample._replace(labels={"model_name": metrics.model_name, **sample.labels})
+                    for sample in family.samples
+                ]
+        yield from families.values()

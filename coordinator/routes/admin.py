@@ -4,7 +4,8 @@ GET /admin/flips. The gate (``routes/gate.py``) checks their key."""
 from __future__ import annotations
 
 import logging
-from typing import Protocol, cast, get_args
+from collections.abc import Mapping
+from typing import cast, get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,27 +15,17 @@ from ...transport.messages.messages import Role
 from ...transport.process.settings import LogLevel
 from ..errors import InvalidRequest, NotFound, WrongField
 from ..http.answers import json_response
-from ..lifecycle.request import Dispatcher
+from ..lifecycle.request import Fleet
 
 _log = logging.getLogger(__name__)
 
 
-class Fleet(Dispatcher, Protocol):
-    """The serving system, and what an operator may do with its workers."""
-
-    def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
-        """Has a worker change its role in place. Returns the change as it stands, JSON-ready; a sentence
-        where it cannot; None: no such worker."""
-
-    def flips(self) -> list[dict[str, object]]:
-        """The latest changes of roles, JSON-ready, oldest first."""
-
-
 class AdminRoutes:
-    """For an application behind the gate."""
+    """For an application behind the gate. A worker is one of the model that ``?model=`` names, or else the
+    first of this name. ``fleets``: by model."""
 
-    def __init__(self, dispatcher: Fleet) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, fleets: Mapping[str, Fleet]) -> None:
+        self._all = fleets
 
     def routes(self) -> list[Route]:
         return [
@@ -46,27 +37,41 @@ class AdminRoutes:
 
     async def _drain(self, request: Request) -> Response:
         worker_id = request.path_params["worker"]
-        held = self._dispatcher.drain(worker_id, _timeout_s(request))
-        if held is None:
-            raise self._unknown(worker_id)
-        return json_response(held, 202)
+        timeout_s = _timeout_s(request)
+        for fleet in self._fleets(request):
+            if (held := fleet.drain(worker_id, timeout_s)) is not None:
+                return json_response(held, 202)
+        raise self._unknown(request)
 
     async def _flip(self, request: Request) -> Response:
         worker_id, role = request.path_params["worker"], request.query_params.get("to", "")
         if role not in get_args(Role):
             raise WrongField("to", f"{role[:40]!r} is none of {', '.join(get_args(Role))}")
-        ordered = self._dispatcher.flip(worker_id, cast(Role, role), _timeout_s(request))
-        if ordered is None:
-            raise self._unknown(worker_id)
-        if isinstance(ordered, str):
-            raise InvalidRequest(ordered, param="worker")
-        return json_response(ordered, 202)
+        timeout_s = _timeout_s(request)
+        for fleet in self._fleets(request):
+            ordered = fleet.flip(worker_id, cast(Role, role), timeout_s)
+            if isinstance(ordered, str):
+                raise InvalidRequest(ordered, param="worker")
+            if ordered is not None:
+                return json_response(ordered, 202)
+        raise self._unknown(request)
 
     async def _flips(self, request: Request) -> Response:
-        return json_response({"flips": self._dispatcher.flips()})
+        return json_response({"flips": [flip for fleet in self._fleets(request) for flip in fleet.flips()]})
 
-    def _unknown(self, worker_id: str) -> NotFound:
-        known = ", ".join(sorted(_worker_ids(self._dispatcher.snapshot()))) or "none"
+    def _fleets(self, request: Request) -> list[Fleet]:
+        asked = request.query_params.get("model")
+        if asked is None:
+            return [*self._all.values()]
+        if asked not in self._all:
+            raise NotFound(
+                f"There is no model {asked[:200]!r}; there are: {', '.join(self._all)}.", param="model"
+            )
+        return [self._all[asked]]
+
+    def _unknown(self, request: Request) -> NotFound:
+        ids = [id for fleet in self._fleets(request) for id in _worker_ids(fleet.snapshot())]
+        worker_id, known = request.path_params["worker"], ", ".join(sorted(ids)) or "none"
         return NotFound(f"There is no worker {worker_id!r} here; there are: {known}.", param="worker")
 
     async def _set_log_level(self, request: Request) -> Response:

@@ -22,15 +22,18 @@ NO_PROOF = "no request has passed prefill, handoff and decode yet"
 
 
 class Health:
-    """``folders``: where files are written, by option. Reasons name options and workers' roles, never a path
-    or a request: anyone may read them."""
+    """``dispatchers``: by model. ``folders``: where files are written, by option. Reasons name options,
+    models and workers' roles, never a path or a request: anyone may read them."""
 
     def __init__(
-        self, dispatcher: Dispatcher, failures: ListenerFailures, folders: Mapping[str, Path] | None = None
+        self,
+        dispatchers: Mapping[str, Dispatcher],
+        failures: ListenerFailures,
+        folders: Mapping[str, Path] | None = None,
     ) -> None:
         self.folders = folders or {}
         self.stopping = False
-        self._dispatcher, self._failures = dispatcher, failures
+        self._dispatchers, self._failures = dispatchers, failures
         self._counts: Counter[str] = Counter()
         self._failed_at: dict[str, float] = {}  # monotonic seconds, by listener
         self._disks: asyncio.Future[dict[str, int]] | None = None
@@ -48,7 +51,7 @@ class Health:
         it is not ok."""
         self.sample(now)
         reasons = {
-            "serving": self.why_not_ready(),
+            "serving": self._stopping() or "; ".join(self._unready().values()),
             "listeners": self._listeners(now),
             "disk": await self._disk(),
         }
@@ -58,13 +61,25 @@ class Health:
         }
         return {"status": "degraded" if any(reasons.values()) else "ok", "checks": checks}
 
-    def why_not_ready(self) -> str:
-        """ "" where requests can be served."""
-        if self.stopping:
-            return "the server is shutting down"
-        if self._dispatcher.ready():
-            return ""
-        return self._dispatcher.gap() or self._dispatcher.failing() or NO_PROOF
+    def why_not_ready(self, model: str = "") -> str:
+        """ "" where requests can be served: for ``model``, or else for any."""
+        unready = self._unready()
+        if model:
+            return self._stopping() or unready.get(model, "")
+        any_is_ready = len(unready) < len(self._dispatchers)
+        return self._stopping() or ("" if any_is_ready else "; ".join(unready.values()))
+
+    def _stopping(self) -> str:
+        return "the server is shutting down" if self.stopping else ""
+
+    def _unready(self) -> dict[str, str]:
+        """By model."""
+        return {
+            name: f"{name}: {why}" if len(self._dispatchers) > 1 else why
+            for name, dispatcher in self._dispatchers.items()
+            if not dispatcher.ready()
+            for why in [dispatcher.gap() or dispatcher.failing() or NO_PROOF]
+        }
 
     def _listeners(self, now: float) -> str:
         failing = sorted(name for name, at in self._failed_at.items() if now - at < RECENT_S)

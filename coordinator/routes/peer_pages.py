@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -19,25 +19,18 @@ from starlette.routing import Route
 
 from ... import __version__
 from ..http.answers import json_response
-from ..metrics.metrics import Metrics
-from ..metrics.system_snapshot import SystemSnapshot
-from ..text.served_model import ServedModel
+from ..serving import Servings
 
 SECRET = re.compile(r"(?<=://)[^/?#@]+(?=@)|(?<==)[^&]+")
 """The parts of a URL that may be secret: user and password, and the values of its query."""
 
 
 class PeerPages:
-    """``settings``: JSON-ready, those of the coordinator."""
+    """``settings``: JSON-ready, those of the coordinator. Of several models each page is about that which
+    ``?model=`` names, /load about all."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        metrics: Metrics,
-        system: Callable[[], SystemSnapshot],
-        settings: Mapping[str, Any],
-    ) -> None:
-        self._model, self._metrics, self._system = model, metrics, system
+    def __init__(self, servings: Servings, settings: Mapping[str, Any]) -> None:
+        self._servings = servings
         self._settings = {name: _without_secrets(value) for name, value in settings.items()}
 
     def routes(self) -> list[Route]:
@@ -49,10 +42,12 @@ class PeerPages:
         ]
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        return json_response({**self._model.tokenizer.config, "chat_template": self._model.template_source})
+        model = self._servings.asked(request).model
+        return json_response({**model.tokenizer.config, "chat_template": model.template_source})
 
     async def _props(self, request: Request) -> Response:
-        model, defaults = self._model, self._model.defaults
+        serving = self._servings.asked(request)
+        model, defaults = serving.model, serving.model.defaults
         params = {
             "temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p,
             "min_p": defaults.min_p, "repeat_penalty": defaults.repetition_penalty,
@@ -62,7 +57,7 @@ class PeerPages:
         return json_response(
             {
                 "default_generation_settings": {"n_ctx": model.max_model_len, "params": params},
-                "total_slots": sum(worker.max_num_seqs for worker in self._system().workers),
+                "total_slots": sum(worker.max_num_seqs for worker in serving.system().workers),
                 "model_alias": model.name,
                 "model_path": model.name,
                 "modalities": {"vision": False, "audio": False},
@@ -74,12 +69,13 @@ class PeerPages:
         )
 
     async def _load(self, request: Request) -> Response:
-        system = self._system()
-        counts = {"waiting": system.num_waiting, "running": system.num_running}
-        return json_response({"server_load": self._metrics.num_open, **counts})
+        systems = [serving.system() for serving in self._servings.all]
+        waiting, running = (sum(getattr(s, f"num_{k}") for s in systems) for k in ("waiting", "running"))
+        return json_response({"server_load": self._servings.num_open, "waiting": waiting, "running": running})
 
     async def _server_info(self, request: Request) -> Response:
-        model, workers = self._model, Counter(worker.role for worker in self._system().workers)
+        serving = self._servings.asked(request)
+        model, workers = serving.model, Counter(worker.role for worker in serving.system().workers)
         return json_response(
             {
                 "version": __version__,

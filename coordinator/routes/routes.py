@@ -33,9 +33,8 @@ from ..http.answers import error_response, json_response
 from ..http.body import ClientGone, held_body
 from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
-from ..lifecycle.request import Dispatcher
-from ..metrics.metrics import CONTENT_TYPE, Metrics
-from ..metrics.system_snapshot import SystemSnapshot
+from ..metrics.metrics import CONTENT_TYPE, Scrape
+from ..serving import Serving
 from ..text.served_model import ServedModel
 from ..validation import validated
 from .health import Health
@@ -46,22 +45,13 @@ class OrdinaryRoutes:
     """Everything but generation."""
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        model: ServedModel,
-        generation: GenerationApi,
-        metrics: Metrics,
-        health: Health,
-        more: Sequence[BaseRoute] = (),
-        system: Callable[[], SystemSnapshot] = SystemSnapshot,
+        self, generation: GenerationApi, scrape: Scrape, health: Health, more: Sequence[BaseRoute] = ()
     ) -> None:
-        self._dispatcher = dispatcher
-        self._model = model
+        self._servings = generation.servings
         self._generation = generation
-        self._metrics = metrics
+        self._scrape = scrape
         self._health_checks = health
         self._more = more
-        self._system = system
         self._unknown = UnknownFields()
 
     def application(self) -> Starlette:
@@ -85,12 +75,12 @@ class OrdinaryRoutes:
         return app
 
     async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": list(map(self._model_card, self._model.listed()))})
+        cards = [_model_card(model, name) for model in self._servings.models.all for name in model.listed()]
+        return json_response({"object": "list", "data": cards})
 
     async def _one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._model.check_name(name)
-        return json_response(self._model_card(name))
+        return json_response(_model_card(self._servings.models.of(name), name))
 
     async def _tokenize(self, request: Request) -> Response:
         return await self._page(request, "tokenize", TokenizeRequest, tokenized)
@@ -114,8 +104,8 @@ class OrdinaryRoutes:
             else:
                 asked = validated(kind, body)
                 self._unknown.note(asked.unknown_fields())
-                self._model.check_name(asked.model)
-                text = await self._model.tokenizer.aside(lambda: answer(asked, self._model))
+                model = self._servings.models.of(asked.model)
+                text = await model.tokenizer.aside(lambda: answer(asked, model))
         return Response(text, media_type="application/json")
 
     async def _health(self, request: Request) -> Response:
@@ -128,34 +118,41 @@ class OrdinaryRoutes:
         return json_response({"version": __version__})
 
     async def _ready(self, request: Request) -> Response:
-        if reason := self._health_checks.why_not_ready():
+        named = "model" in request.query_params
+        model = self._servings.asked(request).model.name if named else ""
+        if reason := self._health_checks.why_not_ready(model):
             raise Unavailable(f"Not ready: {reason}.", retry_after_s=1)
         return json_response({"status": "ready"})
 
     async def _render_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.render(monotonic()), headers={"content-type": CONTENT_TYPE})
+        return Response(self._scrape.render(monotonic()), headers={"content-type": CONTENT_TYPE})
 
     async def _debug_state(self, request: Request) -> Response:
-        http = {"open_requests": self._metrics.num_open}
-        return json_response(
-            {**self._dispatcher.snapshot(), "steering": self._system().steering, "http": http}
-        )
+        """One model's state, with that of the others in ``models`` where none is named."""
+        asked = self._servings.asked(request)
+        others = [] if "model" in request.query_params else self._servings.all[1:]
+        models = {"models": {each.model.name: _state(each) for each in others}} if others else {}
+        return json_response({**_state(asked), "http": {"open_requests": self._servings.num_open}, **models})
 
     async def _openapi(self, request: Request) -> Response:
         paths = {getattr(route, "path", "") for route in self._more}
         return json_response(document(batches="/v1/batches" in paths, ollama="/api/chat" in paths))
 
-    def _model_card(self, name: str) -> dict[str, Any]:
-        model = self._model
-        return {
-            "id": name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "splitserve",
-            "max_model_len": model.max_model_len,
-            "root": model.name if name in model.names else name,
-            "parent": None if name in model.names else model.name,
-        }
+
+def _state(serving: Serving) -> dict[str, Any]:
+    return {**serving.dispatcher.snapshot(), "steering": serving.system().steering}
+
+
+def _model_card(model: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "splitserve",
+        "max_model_len": model.max_model_len,
+        "root": model.name if name in model.names else name,
+        "parent": None if name in model.names else model.name,
+    }
 
 
 def error_handlers() -> Any:

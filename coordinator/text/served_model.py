@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -165,20 +165,37 @@ class ServedModel:
         """Return the name that answers have. A request that names no model means the model itself."""
         return self.name if name is None or name in self.names else name
 
-    def check_name(self, name: str | None) -> None:
-        """Raises NotFound, or Unavailable where it may be the name of an adapter."""
-        self.adapter(self.shown_name(name))
-
     def adapter(self, shown_name: str) -> str:
-        """Return the content of the adapter of this name; empty: it is the model's. Raises as check_name."""
-        if shown_name == self.name:
-            return ""
-        served, absent, complete = self.adapters()
-        if (content := served.get(shown_name) or absent.get(shown_name)) is not None:
-            return content
-        if not complete:
+        """Return the content of the adapter of this name; empty: there is none."""
+        served, absent, _ = self.adapters()
+        return served.get(shown_name) or absent.get(shown_name) or ""
+
+
+class ServedModels:
+    """The models of one server. A request that names none means the first."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        self.all = tuple(models)
+        self.first = self.all[0]
+
+    def listed(self) -> list[str]:
+        """Return all names that requests may give now."""
+        return [name for model in self.all for name in model.listed()]
+
+    def of(self, name: str | None) -> ServedModel:
+        """Return the model of this name, or that with an adapter of this name. Raises NotFound, or
+        Unavailable where it may be the name of an adapter."""
+        if name is None:
+            return self.first
+        for model in self.all:
+            if name in model.names:
+                return model
+        for model in self.all:
+            if model.adapter(name):
+                return model
+        if not all(model.adapters().complete for model in self.all):
             raise Unavailable(
-                f"The model has not the name {shown_name!r}, and which adapters there are is not known yet: "
+                f"No model has the name {name!r}, and which adapters there are is not known yet: "
                 "some worker has still to report, or none is connected.",
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -186,7 +203,7 @@ class ServedModel:
         there_are = ", ".join(map(repr, names[:MAX_LISTED]))
         more = f" and {len(names) - MAX_LISTED} more (GET /v1/models)" if len(names) > MAX_LISTED else ""
         raise NotFound(
-            f"The model {shown_name!r} does not exist; this server has {there_are}{more}.",
+            f"The model {name!r} does not exist; this server has {there_are}{more}.",
             param="model",
             code="model_not_found",
         )

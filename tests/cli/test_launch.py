@@ -64,7 +64,7 @@ def planned(tmp_path: Path, **given: Any) -> Plan:
 def launched(
     monkeypatch: pytest.MonkeyPatch, made: Plan, manager: Launched, *, ready: bool = True
 ) -> list[str]:
-    async def is_ready(url: str, _: Path | None) -> bool:
+    async def is_ready(url: str, *_: object) -> bool:
         assert url == f"http://192.0.2.3:{made.coordinator.port}"
         return ready and not manager.misfits()
 

@@ -106,7 +106,8 @@ def test_each_request_is_a_line_with_its_id_and_its_stages(caplog: pytest.LogCap
 
 async def test_an_operator_changes_the_level() -> None:
     app = Starlette(
-        routes=AdminRoutes(FakeDispatcher(lambda request: [])).routes(), exception_handlers=error_handlers()
+        routes=AdminRoutes({"tiny": FakeDispatcher(lambda request: [])}).routes(),
+        exception_handlers=error_handlers(),
     )
     before = logging.getLogger().level
     try:

@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,8 @@ _log = logging.getLogger(__name__)
 class BodyReader:
     """Starts its processes when they are first needed; each is some 100 MB. Methods are the loop's."""
 
-    def __init__(self, model: ServedModel, limits: HttpLimits, overload: Overload) -> None:
-        self._model, self._limits, self._overload = model, limits, overload
+    def __init__(self, models: Sequence[ServedModel], limits: HttpLimits, overload: Overload) -> None:
+        self._models, self._limits, self._overload = models, limits, overload
         self._pickled = b""
         num_processes = min(MOST_PROCESSES, max(1, (os.cpu_count() or 1) // 2))
         # each waits for one process
@@ -53,7 +54,7 @@ class BodyReader:
         if not self._overload.take("tokenizer_bytes", len(body)):
             raise Overloaded("Too many large requests are being read; try again soon.", retry_after_s=1)
         try:
-            of_workers = self._model.workers_hold(), self._model.adapters()
+            of_workers = [(model.workers_hold(), model.adapters()) for model in self._models]
             future = self._threads.submit(self._ask, work, (of_workers, *arguments), body)
             answer = await asyncio.wrap_future(future)
         finally:
@@ -96,8 +97,8 @@ class BodyReader:
 
     def _start(self) -> _Process:
         if not self._pickled:  # without what workers have, which changes: that is sent with each body
-            model = replace(self._model, workers_hold=int, adapters=AdapterNames)
-            self._pickled = pickle.dumps((model, self._limits))
+            models = [replace(model, workers_hold=int, adapters=AdapterNames) for model in self._models]
+            self._pickled = pickle.dumps((models, self._limits))
         process = _Process(self._pickled)
         self._all.add(process)
         if self._closed:
@@ -108,7 +109,7 @@ class BodyReader:
 class _Process:
     """One process; used by one thread at a time."""
 
-    def __init__(self, model: bytes) -> None:
+    def __init__(self, models: bytes) -> None:
         self._connection, other = socket.socketpair()
         with other:
             command = [
@@ -118,13 +119,13 @@ class _Process:
             ]
             self._process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
         self._connection.settimeout(ANSWER_TIMEOUT_S)
-        self._model: bytes | None = model
+        self._unsent: bytes | None = models
 
     def ask(self, work: str, arguments: tuple[Any, ...], body: bytes | bytearray) -> Any:
         """Raises OSError or EOFError where it does not answer."""
-        if self._model is not None:
-            send(self._connection, self._model)
-            self._model = None
+        if self._unsent is not None:
+            send(self._connection, self._unsent)
+            self._unsent = None
         send(self._connection, pickle.dumps((work, arguments)), body)
         return pickle.loads(receive(self._connection)[0])
 

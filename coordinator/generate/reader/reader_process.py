@@ -13,7 +13,7 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,11 +23,11 @@ from ...errors import ApiError, InvalidRequest
 from ...http.limits import HttpLimits
 from ...lifecycle.adapters import AdapterNames
 from ...lifecycle.request import PriorityClass
-from ...text.served_model import ServedModel
+from ...text.served_model import ServedModel, ServedModels
 from ...validation import validated
 from ..bodies.fields import Body
 from ..plan import Planner, RequestPlan, parse
-from ..token_pages import DetokenizeRequest, TextRequest, TokenizeRequest, detokenized, tokenized
+from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from .allocator import give_memory_back, trimmer
 from .body_reader import receive, send
 from .websocket_message import parsed_message, with_stream
@@ -50,11 +50,14 @@ Asked = TypeVar("Asked", bound=Body)
 class Work:
     """What the process can be asked for, by name. All methods raise ApiError."""
 
-    def __init__(self, model: ServedModel, limits: HttpLimits) -> None:
-        self.of_workers = 0, AdapterNames()  # as a ServedModel asks for it
-        hold, adapters = (lambda: self.of_workers[0]), (lambda: self.of_workers[1])
-        self._model = replace(model, workers_hold=hold, adapters=adapters)
-        self._planner = Planner(self._model, limits)
+    def __init__(self, models: Sequence[ServedModel], limits: HttpLimits) -> None:
+        self.of_workers = [(0, AdapterNames())] * len(models)  # as a ServedModel asks for it
+        self._models = ServedModels(map(self._followed, models, range(len(models))))
+        self._planners = {model.name: Planner(model, limits) for model in self._models.all}
+
+    def _followed(self, model: ServedModel, number: int) -> ServedModel:
+        hold, adapters = (lambda: self.of_workers[number][0]), (lambda: self.of_workers[number][1])
+        return replace(model, workers_hold=hold, adapters=adapters)
 
     def plan(
         self, endpoint: Endpoint, headers: Mapping[bytes, bytes], own_class: PriorityClass, body: bytearray
@@ -62,8 +65,7 @@ class Work:
         """Plan a request for tokens. See ``Planner.plan``."""
         check_size(body)
         request = parse(endpoint, body)
-        self._model.check_name(request.model)
-        return self._planner.plan(request, headers, own_class)
+        return self._planners[self._models.of(request.model).name].plan(request, headers, own_class)
 
     def validate(self, kind: type[Asked], body: bytearray) -> Asked:
         """A body as another API's ``kind``."""
@@ -72,16 +74,13 @@ class Work:
 
     def tokenize(self, body: bytearray) -> bytes:
         """The answer of /tokenize."""
-        return tokenized(self._named(TokenizeRequest, body), self._model)
+        asked = self.validate(TokenizeRequest, body)
+        return tokenized(asked, self._models.of(asked.model))
 
     def detokenize(self, body: bytearray) -> bytes:
         """The answer of /detokenize."""
-        return detokenized(self._named(DetokenizeRequest, body), self._model)
-
-    def _named(self, kind: type[TextRequest], body: bytearray) -> TextRequest:
-        asked = self.validate(kind, body)
-        self._model.check_name(asked.model)
-        return asked
+        asked = self.validate(DetokenizeRequest, body)
+        return detokenized(asked, self._models.of(asked.model))
 
     def envelope(self, message: bytearray) -> tuple[dict[str, Any], bytes]:
         """A WebSocket message without its body, and the body, for ``generate``."""

@@ -95,7 +95,9 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         assert await page.value("copied") == await page.text("#gantt-detail code")
         assert await page.value("document.querySelector('#pause').getAttribute('aria-pressed')") == "true"
 
-        server.app.dashboard.view.sample(server.app.dashboard.view._sampled_at + 2, system())
+        server.app.dashboard.views["tiny"].sample(
+            server.app.dashboard.views["tiny"]._sampled_at + 2, system()
+        )
         await page.until("/median; p95 [0-9]/.test(document.querySelectorAll('.tile')[3].innerText)")
         await page.until(
             "/Too few requests to tell: 2 answered in the last "
@@ -202,7 +204,7 @@ async def test_it_tells_what_is_in_the_way_and_shows_many_workers(
     )
     server = HttpServer(app)
     await server.start()
-    view = app.dashboard.view
+    view = app.dashboard.views["tiny"]
     now = view._sampled_at
     view.sample(
         now + 2,

@@ -176,7 +176,9 @@ async def test_the_feed_over_http(
     http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher
 ) -> None:
     await http.post("/v1/completions", json={"prompt": "quick", "max_tokens": 5})
-    server.app.dashboard.view.sample(server.app.dashboard.view._sampled_at + 2, dispatcher.system())
+    server.app.dashboard.views["tiny"].sample(
+        server.app.dashboard.views["tiny"]._sampled_at + 2, dispatcher.system()
+    )
     state = (await http.get("/dashboard/feed")).json()
     assert (state["model"], state["num_requests"], state["statuses"]) == ("tiny", 1, {"200": 1})
     assert [span[0] for span in state["requests"][0]["spans"]] == list(get_args(Stage))
@@ -197,7 +199,7 @@ async def test_the_feed_over_http(
 async def test_requests_refused_before_they_began_are_counted_and_logged(
     http: httpx.AsyncClient, server: HttpServer
 ) -> None:
-    view = server.app.dashboard.view
+    view = server.app.dashboard.views["tiny"]
     view.sample(view._sampled_at + 2, SystemSnapshot())
     server.app.metrics.request_ended("/v1/completions", "429")
     view.sample(view._sampled_at + 2, SystemSnapshot())

@@ -62,7 +62,7 @@ async def test_a_number_beyond_64_bits_is_refused_and_no_defect(http: httpx.Asyn
         if "resp" in path
         else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
     )
-    answer = await http.post(path, json={"model": "demo", **text, "tools": [tool]})
+    answer = await http.post(path, json={"model": "tiny", **text, "tools": [tool]})
     assert answer.status_code == 400, answer.text
     assert "beyond 64 bits" in answer.text
 

@@ -29,7 +29,7 @@ from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.tenants.usage_record import UsageRecord
-from splitserve.coordinator.text.served_model import ServedModel
+from splitserve.coordinator.text.served_model import ServedModel, ServedModels
 
 CHAT: Any = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
 CALLS: Any = {
@@ -270,7 +270,7 @@ async def test_an_answer_with_a_key_is_resumed_only_from_the_same_content(
 def test_a_coordinator_learns_adapters_from_its_workers_alone(model_folder: Path) -> None:
     bench = Adapted()
     settings = CoordinatorSettings(model=model_folder, served_model_name="first,second", insecure=True)
-    model = main._model_of(settings, bench.core)
+    model = main._model_of(settings, bench.core, frozenset(settings.names))
     for name in ("p", "d"):
         bench.report(name, "sql:A", "first:B", "second:C")
     assert model.listed() == ["first", "second", "sql"]
@@ -280,7 +280,8 @@ def test_a_coordinator_learns_adapters_from_its_workers_alone(model_folder: Path
 async def test_a_name_that_is_gone_between_reading_and_opening_is_unknown(
     adapted: ServedModel, known: Known
 ) -> None:
-    assert adapted.adapter("sql") == "A"
+    models = ServedModels([adapted])
+    assert models.of("sql") is adapted
     known.names = AdapterNames()
     with pytest.raises(NotFound):
-        adapted.adapter("sql")
+        models.of("sql")

@@ -211,14 +211,14 @@ async def test_a_long_prompt_of_a_client_that_goes_away_is_not_submitted(
 ) -> None:
     """It goes while a thread tokenizes."""
     generation, begun, gone = server.app.generation, threading.Event(), threading.Event()
-    prepare = generation._planner.plan
+    prepare = generation._planners["tiny"].plan
 
     def prepare_late(*arguments: Any) -> Any:
         begun.set()
         assert gone.wait(60)
         return prepare(*arguments)
 
-    monkeypatch.setattr(generation._planner, "plan", prepare_late)
+    monkeypatch.setattr(generation._planners["tiny"], "plan", prepare_late)
     async with connection(server.port) as (_, writer):
         writer.write(request_bytes({**TEXT, "prompt": "the quick brown fox " * 100}))
         await soon(begun.is_set)

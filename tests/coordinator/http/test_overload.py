@@ -141,7 +141,7 @@ async def test_unfinished_bodies_are_bounded_in_sum(
         assert (await reader.readline()).startswith(b"HTTP/1.1 503")
     await soon(lambda: 0 < used["body_bytes"] <= HELD)
     assert (await http.post("/v1/completions", json={"prompt": "Hi"})).status_code == 200
-    text = server.app.metrics.render(monotonic()).decode()
+    text = server.app.scrape.render(monotonic()).decode()
     assert 'splitserve_overload_limit{resource="body_bytes"} 1.048576e+06' in text
     assert 'splitserve_overload_actions_total{action="sending_ended",resource="body_bytes"}' in text
     assert server.app.overload.actions["body_bytes", "sending_ended"] >= 4

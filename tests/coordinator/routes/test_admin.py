@@ -12,7 +12,7 @@ from splitserve.coordinator.routes.routes import error_handlers
 
 async def post(path: str) -> tuple[httpx.Response, FakeDispatcher]:
     dispatcher = FakeDispatcher(lambda request: [])
-    app = Starlette(routes=AdminRoutes(dispatcher).routes(), exception_handlers=error_handlers())
+    app = Starlette(routes=AdminRoutes({"tiny": dispatcher}).routes(), exception_handlers=error_handlers())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         return await http.post(path), dispatcher
 

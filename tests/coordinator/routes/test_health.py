@@ -42,7 +42,7 @@ async def test_a_server_that_stops_says_so(http: httpx.AsyncClient, server: Http
 
 async def test_a_listener_that_fails_degrades_it_for_a_minute(dispatcher: FakeDispatcher) -> None:
     failures = ListenerFailures(lambda: 0.0)
-    health = Health(dispatcher, failures)
+    health = Health({"tiny": dispatcher}, failures)
     failures.note("trace file", OSError(28, "No space left on device", "/secret/path"))
     [reason] = [
         c["reason"] for c in (await health.report(100.0))["checks"].values() if c["status"] == "degraded"
@@ -56,7 +56,7 @@ async def test_a_listener_that_fails_degrades_it_for_a_minute(dispatcher: FakeDi
 async def test_a_disk_that_is_nearly_full_is_named_by_its_option(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    health = Health(dispatcher, ListenerFailures())
+    health = Health({"tiny": dispatcher}, ListenerFailures())
     health.folders = {"--trace-folder": Path("/nowhere/traces")}
     assert (await health.report(0.0))["status"] == "ok", (
         "a folder that is to be made lies where its parent does"
@@ -70,7 +70,7 @@ async def test_a_disk_that_is_nearly_full_is_named_by_its_option(
 async def test_a_disk_that_hangs_holds_nobody_up(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    health, released = Health(dispatcher, ListenerFailures()), threading.Event()
+    health, released = Health({"tiny": dispatcher}, ListenerFailures()), threading.Event()
     health.folders = {"--batch-file": Path("/")}
     monkeypatch.setattr(module, "DISK_PATIENCE_S", 0.01)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: released.wait(60) and SimpleNamespace(free=1 << 40))

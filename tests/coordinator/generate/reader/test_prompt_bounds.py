@@ -150,7 +150,7 @@ async def test_limits_are_asked_before_a_prompt_is_tokenized(
     )
     await server.start()
     prepared: list[Any] = []
-    prepare, read = server.app.generation._planner.plan, server.app.generation.reader.read
+    prepare, read = server.app.generation._planners["tiny"].plan, server.app.generation.reader.read
 
     def counted(*arguments: Any) -> Any:
         prepared.append(arguments)
@@ -160,7 +160,7 @@ async def test_limits_are_asked_before_a_prompt_is_tokenized(
         prepared.append(arguments)
         return await read(*arguments)
 
-    monkeypatch.setattr(server.app.generation._planner, "plan", counted)
+    monkeypatch.setattr(server.app.generation._planners["tiny"], "plan", counted)
     monkeypatch.setattr(server.app.generation.reader, "read", counted_read)
     long = {"prompt": "the quick brown fox " * 200, "max_tokens": 1}  # more tokens than the key has
     large = {"prompt": "the quick brown fox " * 5000, "max_tokens": 1}  # than the context has

@@ -140,7 +140,7 @@ async def test_no_answer_is_anothers(
             ids = (await http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()[
                 "tokens"
             ]
-            assert server.app.generation.model.tokenizer.decode(ids) == text
+            assert server.app.generation.models.first.tokenizer.decode(ids) == text
 
     headers = {"host": "llm.example.org"}
     async with httpx.AsyncClient(

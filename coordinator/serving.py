@@ -1,0 +1,62 @@
+"""The models that one coordinator serves. Each has workers, a queue and counts of its own; requests, limits
+and pages name one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+from .errors import no_workers
+from .lifecycle.request import Fleet
+from .metrics.metrics import Metrics
+from .metrics.system_snapshot import SystemSnapshot
+from .text.served_model import ServedModel, ServedModels
+
+
+class Served(NamedTuple):
+    """A model, what has it served, and its state, which is asked for at each scrape of /metrics."""
+
+    model: ServedModel
+    dispatcher: Fleet
+    system: Callable[[], SystemSnapshot]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The same, with its counts."""
+
+    model: ServedModel
+    dispatcher: Fleet
+    system: Callable[[], SystemSnapshot]
+    metrics: Metrics
+
+    def require_workers(self) -> None:
+        """Raises Unavailable where new requests are refused."""
+        if gap := self.dispatcher.gap():
+            raise no_workers(gap)
+
+
+class Servings:
+    """All of them; the first is meant where none is named."""
+
+    def __init__(self, servings: Iterable[Serving]) -> None:
+        self.all = tuple(servings)
+        self.first = self.all[0]
+        self.models = ServedModels(serving.model for serving in self.all)
+        self._by_name = {serving.model.name: serving for serving in self.all}
+
+    def of(self, name: str | None) -> Serving:
+        """Return what serves this name. Raises as ``ServedModels.of``."""
+        return self._by_name[self.models.of(name).name]
+
+    def asked(self, request: Request) -> Serving:
+        """Return the one that a page is asked about: ``?model=NAME``. Raises NotFound."""
+        return self.of(request.query_params.get("model"))
+
+    @property
+    def num_open(self) -> int:
+        """HTTP requests for tokens that have not ended, of all models."""
+        return sum(serving.metrics.num_open for serving in self.all)
