@@ -181,6 +181,10 @@ class AdminServer(BaseModel):
 class TopSettings(AdminServer):
     """Shows a running coordinator's workers, latencies and newest requests in this terminal; q quits."""
 
+    show: str = Field(
+        default="", max_length=256, description="Name of the model, of several. Default: the first."
+    )
+
 
 class FlipSettings(AdminServer):
     """Has a worker that can change its role change it, and reports how long it took."""

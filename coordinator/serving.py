@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from .errors import no_workers
+from .errors import NotFound, no_workers
 from .lifecycle.request import Fleet
 from .metrics.metrics import Metrics
 from .metrics.system_snapshot import SystemSnapshot
@@ -54,7 +54,13 @@ class Servings:
 
     def asked(self, request: Request) -> Serving:
         """Return the one that a page is asked about: ``?model=NAME``. Raises NotFound."""
-        return self.of(request.query_params.get("model"))
+        name = request.query_params.get("model")
+        for serving in self.all:
+            if name is None or name in serving.model.names:
+                return serving
+        raise NotFound(
+            f"There is no model {name!r:.200}; there are: {', '.join(self._by_name)}.", param="model"
+        )
 
     @property
     def num_open(self) -> int:

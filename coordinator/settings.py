@@ -252,8 +252,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         if shared := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"two models have the name {shared[0]!r}: give another by served_model_name")
         ports = [  # option, host, first port, number of ports
-            ("--port", self.listen_host, self.port, 1),
-            ("--admin-port", self.admin_host, self.admin_port or 0, self.processes),
+            ("--port", self.listen_host, self.port, 1)
         ]
         for model in models:
             control_host, _, control_port = model.control_address.removeprefix("tcp://").rpartition(":")
@@ -261,6 +260,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             ports.append((option, control_host.strip("[]"), int(control_port), self.processes))
             if model is not self and self.processes > 1 and not int(control_port):
                 raise ValueError(f"{option}: --processes {self.processes} needs a port, not 0")
+        ports.append(("--admin-port", self.admin_host, self.admin_port or 0, self.processes))
         for (one, host, first, num), (other, other_host, second, more) in combinations(ports, 2):
             meet = first and second and first < second + more and second < first + num
             if meet and (host == other_host or {host, other_host} & {"0.0.0.0", "::"}):

@@ -32,8 +32,9 @@ QUIT = ("q", "Q", "\x04")
 class Feed:
     """What has been seen so far, and how to ask for the rest."""
 
-    def __init__(self, client: httpx.Client) -> None:
-        self._client = client
+    def __init__(self, client: httpx.Client, model: str = "") -> None:
+        """``model``: of several; empty: the first."""
+        self._client, self._asked = client, {"model": model} if model else {}
         self._boot = ""
         self.points: deque[dict[str, Any]] = deque(maxlen=MAX_POINTS)
         self.requests: deque[dict[str, Any]] = deque(maxlen=MAX_REQUESTS)
@@ -51,7 +52,7 @@ class Feed:
         return Picture(str(self._client.base_url), state, list(self.points), list(self.requests))
 
     def _ask(self) -> dict[str, Any]:
-        after = {
+        after = self._asked | {
             "after_point": self.points[-1]["n"] if self.points else 0,
             "after_request": self.requests[-1]["n"] if self.requests else 0,
         }
@@ -83,7 +84,7 @@ def main(settings: TopSettings) -> int:
     with httpx.Client(
         base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=verify
     ) as client:
-        feed = Feed(client)
+        feed = Feed(client, settings.show)
         if not console.is_terminal:
             wide = Console(width=max(MIN_WIDTH, console.width))
             wide.print(render(feed.picture(), wide.width, 60, _is_coloured(wide)))

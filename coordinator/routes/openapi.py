@@ -109,28 +109,33 @@ def document(*, batches: bool = False, ollama: bool = False) -> dict[str, Any]:
     }
 
 
+OF_A_MODEL = {"parameters": [query("model", {"type": "string"})]}
+
+
 def _gets() -> dict[str, Any]:
     ready = (
         "200 once a request has passed prefill, handoff and decode, workers of both roles are here, "
         "and the last requests did not all fail in one stage; else 503."
     )
     return {
-        "/v1/models": get("The model that is served.", content("Models"), "401"),
-        "/v1/models/{model}": in_path("model")
-        | get("The same, by its name.", content("Model"), "401", "404"),
+        "/v1/models": get("The models that are served.", content("Models"), "401"),
+        "/v1/models/{model}": in_path("model") | get("One, by its name.", content("Model"), "401", "404"),
         "/health": get(
             "200 while the process serves; `status` is ok or degraded, `checks` say why.", {JSON: {}}
         ),
         "/v1/health": get("As /health.", {JSON: {}}),
         "/ping": get("The same, without content.", {}) | {"post": operation("The same by POST.", {})},
         "/version": get("The version of splitserve.", {JSON: {}}),
-        "/ready": get(ready, {JSON: {}}, "503"),
+        "/ready": OF_A_MODEL | get(ready, {JSON: {}}, "404", "503"),
         "/metrics": get("Prometheus metrics.", {TEXT: {}}, *OF_OPERATORS),
-        "/debug/state": get("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS),
+        "/debug/state": OF_A_MODEL
+        | get("Every worker with its role, blocks and requests.", {JSON: {}}, "404", *OF_OPERATORS),
         "/load": get("Requests that are open, waiting, running.", content("Load"), *OF_OPERATORS),
-        "/server_info": get("Version, settings and workers.", content("ServerInfo"), *OF_OPERATORS),
-        "/props": get("Context and sampling defaults.", content("Properties"), "401"),
-        "/tokenizer_info": get("The tokenizer's configuration, with the chat template.", {JSON: {}}, "401"),
+        "/server_info": OF_A_MODEL
+        | get("Version, settings and workers.", content("ServerInfo"), "404", *OF_OPERATORS),
+        "/props": OF_A_MODEL | get("Context and sampling defaults.", content("Properties"), "401", "404"),
+        "/tokenizer_info": OF_A_MODEL
+        | get("The tokenizer's configuration, with the chat template.", {JSON: {}}, "401", "404"),
         "/openapi.json": get("This.", {JSON: {}}),
         "/docs": get("This as a page.", {"text/html": {}}),
     }

@@ -20,7 +20,7 @@ const verdict = new Verdict((text) => { feed.objectives = text; });
 function show(state, history) {
   $("notice").hidden = $("unlock").hidden = true;
   delete document.body.dataset.locked;
-  $("model").textContent = state.model;
+  if ($("model").dataset.shown !== `${state.model}\n${state.models}`) models(state);
   status(state.ready ? "ready" : "waiting", state.ready ? `ready, up ${age(state.uptime_s)}` : "not ready");
   verdict.show(state);
   tiles(state, history);
@@ -30,6 +30,13 @@ function show(state, history) {
   gantt.show(history.requests, state.stage_names);
   tenants(state.tenants);
   steering(state.steering);
+}
+
+/** The model's name; of several each is a link to its page. */
+function models({ model, models }) {
+  const name = (each) => (each === model ? el("b", {}, each) : el("a", { href: `?model=${encodeURIComponent(each)}` }, each));
+  $("model").replaceChildren(...(models.length > 1 ? models.map(name) : [model]));
+  $("model").dataset.shown = `${model}\n${models}`;
 }
 
 function unheard(kind, text) {

@@ -12,6 +12,9 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** The model that this page is about, by its address; null: the first. */
+export const MODEL = new URLSearchParams(location.search).get("model");
+
 export const $ = (id) => document.getElementById(id);
 
 /** The classes that colour a stage; one that the style sheet does not know has a colour too. */

@@ -1,5 +1,7 @@
 // The one source of live data: asks the coordinator once a second for what is new, and knows what to say when it does not answer.
 
+import { MODEL } from "./dom.js";
+
 const EVERY_MS = 1000;
 const HIDDEN_MS = 10000;
 const PATIENCE_MS = 4000;
@@ -44,7 +46,8 @@ export class Feed {
   async get() {
     const after = `after_point=${this.points.at(-1)?.n ?? 0}&after_request=${this.requests.at(-1)?.n ?? 0}`;
     const slo = this.slo === null ? "" : `&slo=${encodeURIComponent(this.slo)}`;
-    const response = await fetch(`dashboard/feed?${after}${slo}`, { signal: AbortSignal.timeout(PATIENCE_MS) });
+    const model = MODEL === null ? "" : `&model=${encodeURIComponent(MODEL)}`;
+    const response = await fetch(`dashboard/feed?${after}${slo}${model}`, { signal: AbortSignal.timeout(PATIENCE_MS) });
     if (response.ok) return response.json();
     const body = await response.json().catch(() => null);
     const error = new Error(body?.error?.message ?? `the coordinator answered ${response.status}`);

@@ -1,6 +1,6 @@
 // A chat with the served model, by the same API as everybody's, and under each answer where its time went.
 
-import { $, el, stageBar } from "./dom.js";
+import { $, MODEL, el, stageBar } from "./dom.js";
 
 const KEY = "splitserve-api-key";
 
@@ -62,7 +62,7 @@ export class Playground {
 
   async stream(text, turn) {
     const key = $("chat-key").value;
-    const body = { messages: this.messages, stream: true, stream_options: { include_usage: true }, temperature: Number($("chat-temperature").value), max_tokens: Number($("chat-max-tokens").value) || undefined };
+    const body = { ...(MODEL === null ? {} : { model: MODEL }), messages: this.messages, stream: true, stream_options: { include_usage: true }, temperature: Number($("chat-temperature").value), max_tokens: Number($("chat-max-tokens").value) || undefined };
     const headers = { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
     const response = await fetch("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal: this.stop.signal });
     if (!response.ok) {
