@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from e2e.cluster import HTTP, NEVER_DEAD, Cluster, running
+from support.greedy import greedy_tokens
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
@@ -36,14 +36,6 @@ def cluster(
         yield cluster
 
 
-def expected(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    with torch.inference_mode():
-        length = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "eos_token_id": None}
-        ids = model.generate(torch.tensor([prompt]), do_sample=False, **length)
-    answer: list[int] = ids[0, PROMPT_LEN:].tolist()
-    return answer
-
-
 def generated(cluster: Cluster, prompt: list[int]) -> list[int]:
     extra = {"ignore_eos": True, "return_token_ids": True}
     answer = cluster.client.completions.create(
@@ -59,7 +51,8 @@ def test_many_long_sequences_share_a_pool_that_holds_two_of_them_whole(
     """Each would take 22 blocks; its window takes four at most."""
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         answers = list(pool.map(lambda prompt: generated(cluster, prompt), PROMPTS))
-    assert answers == [expected(mistral[1], prompt) for prompt in PROMPTS]
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer == greedy_tokens(mistral[1], prompt, answer, NUM_TOKENS)
     assert re.search(
         r"^splitserve_\w*preemptions\w*(?:\{[^}]*\})? 0.0$",
         HTTP.get(f"{cluster.url}/metrics").text,

@@ -37,13 +37,15 @@ def prompt_of(seed: int) -> list[int]:
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    tokens = torch.tensor([prompt])
+def greedy(model: Any, *seeds: int) -> list[list[int]]:
+    """What the model answers to each of these prompts."""
+    tokens = torch.tensor([prompt_of(seed) for seed in seeds])
     out = model.generate(
         input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NUM_TOKENS, do_sample=False,
         eos_token_id=-1, pad_token_id=0,
     )  # fmt: skip
-    return [int(token) for token in out[0, len(prompt) :]]
+    answers: list[list[int]] = out[:, PROMPT_LEN:].tolist()
+    return answers
 
 
 def answers(runner: ModelRunner, contents: list[str], chunk: int = 17) -> list[list[int]]:
@@ -67,16 +69,14 @@ def answers(runner: ModelRunner, contents: list[str], chunk: int = 17) -> list[l
 
 def with_adapters(model: PreTrainedModel, folder: Path, **changes: Any) -> tuple[list[str], list[list[int]]]:
     """Two adapters in ``folder``: the contents of a batch of four, and transformers' answers."""
-    expected = {3: greedy(model, prompt_of(3)), 0: greedy(model, prompt_of(0))}
-    contents = ["", "", "", ""]
-    for i, seed in ((1, 11), (2, 12)):
-        adapted = save_adapter(model, folder / str(i), seed, **{"target_modules": DENSE, **changes})
-        contents[i] = read_adapter(folder / str(i)).content
-        expected[i] = greedy(adapted, prompt_of(i))
-        if i == 1:
-            expected[0], contents[0] = greedy(adapted, prompt_of(0)), contents[1]
+    contents, expected = [], []
+    (plain,) = greedy(model, 3)
+    for i, rows in ((1, (0, 1)), (2, (2,))):
+        adapted = save_adapter(model, folder / str(i), 10 + i, **{"target_modules": DENSE, **changes})
+        contents += [read_adapter(folder / str(i)).content] * len(rows)
+        expected += greedy(adapted, *rows)
         adapted.unload()
-    return contents, [expected[i] for i in range(4)]
+    return [*contents, ""], [*expected, plain]
 
 
 def place(runner: ModelRunner, folder: Path) -> ResidentAdapters:

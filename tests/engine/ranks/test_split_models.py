@@ -12,8 +12,8 @@ import torch
 from support.batches import HandSequence, make_batch
 from support.engines import engine_config
 from support.families import FAMILIES, VOCAB_SIZE
+from support.greedy import greedy_tokens
 from support.models import make_checkpoint
-from transformers import PreTrainedModel
 
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.step.model_runner import ModelRunner
@@ -75,28 +75,18 @@ def moved(source: ModelRunner, target: ModelRunner, sequence: HandSequence) -> H
     return there
 
 
-@torch.inference_mode()
-def greedy(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
-    tokens = torch.tensor([prompt])
-    out = reference.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NUM_TOKENS, do_sample=False,
-        eos_token_id=-1, pad_token_id=0,
-    )  # fmt: skip
-    return [int(token) for token in out[0, len(prompt) :]]
-
-
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_is_split(family: str, tmp_path: Path) -> None:
     """By 2 and by 4: of the two key-value heads each is then on two ranks. Blocks go from each number of
     ranks to another."""
     reference, prompt = make_checkpoint(tmp_path, family), random_tokens(PROMPT_LEN, seed=5)
-    expected = greedy(reference, prompt)
-    assert len(set(expected)) > 3, "an answer that repeats itself shows little"
     runners = [make_runner(tmp_path, size) for size in (1, 2, 4)]
     for chunk, (source, target) in enumerate(zip(runners, [*runners[1:], runners[0]], strict=True), start=30):
         here = prefill(source, prompt, chunk, first_block=2)
-        assert decoded(target, moved(source, target, here)) == expected
-        assert decoded(source, here) == expected
+        there = decoded(target, moved(source, target, here))
+        expected = greedy_tokens(reference, prompt, there, NUM_TOKENS)
+        assert there == decoded(source, here) == expected
+    assert len(set(expected)) > 3, "an answer that repeats itself shows little"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
