@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 os.environ["TRITON_INTERPRET"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells have it for what runs in their background
@@ -28,6 +30,9 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("suite"), derandomize=False)
 settings.load_profile("suite")
+# It also draws constants that it finds in the modules imported so far: which these are depends on the tests
+# that ran before in the same process.
+vars(providers)["_get_local_constants"] = Constants
 
 
 @contextmanager

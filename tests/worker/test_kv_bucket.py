@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -110,21 +111,31 @@ def test_a_block_that_is_there_is_not_sent_again(bucket: PlayedBucket, rig: Rig)
 def test_many_blocks_are_read_and_written_at_a_time(bucket: PlayedBucket, rig: Rig) -> None:
     store, reader = rig.store(), Reader(rig)
     assert (store.group, store.ahead) == (1, 32)
-    bucket.delay_s = 0.2
     bucket.most_open = 0
+    bucket.gate.clear()
     for block in range(NUM_BLOCKS):
         if store.takes_writes:
             store.write(HASHES[block : block + 1], [block])
+    let_in(bucket, KVBucket.num_writers)
     rig.wait_written(store)
     assert bucket.most_open == KVBucket.num_writers
+    bucket.gate.clear()
     for block in range(NUM_BLOCKS):
         store.read(KEY, HASHES[block : block + 1])
+    let_in(bucket, KVBucket.num_readers)
     while len(reader.found) < KVBucket.num_writers:
         assert rig.woken.wait(20)
         rig.woken.clear()
         store.report(reader)
     assert [found for _, found in reader.found] == [[block] for block in rig.written[:16]], "in their order"
     assert bucket.most_open == KVBucket.num_readers
+
+
+def let_in(bucket: PlayedBucket, count: int) -> None:
+    """Open the gate once this many requests wait there."""
+    while len(bucket.held) < count:
+        time.sleep(0.01)
+    bucket.gate.set()
 
 
 @pytest.mark.parametrize("url", ["gs://blocks/kv", "az://blocks/kv", URL])

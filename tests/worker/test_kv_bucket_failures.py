@@ -22,8 +22,8 @@ URL = "s3://blocks/team/kv"
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TIMEOUT", "CONNECT_TIMEOUT"):
-        monkeypatch.setattr(kv_bucket, name, timedelta(seconds=0.5))
+    """Nothing is asked for again. (A short limit of each request would fail some on a busy machine.)"""
+    monkeypatch.setattr(kv_bucket, "MAX_RETRIES", 0)
 
 
 def test_a_server_that_dies_while_it_sends_costs_a_miss(
@@ -53,26 +53,26 @@ def test_a_server_that_fails_costs_blocks_and_nothing_else(
 
 
 def test_a_server_that_hangs_stalls_neither_the_loop_nor_other_prompts(
-    bucket: PlayedBucket, rig: Rig
+    bucket: PlayedBucket, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever waits for a request that hangs does so for ever."""
+    for name in ("TIMEOUT", "CONNECT_TIMEOUT"):
+        monkeypatch.setattr(kv_bucket, name, timedelta(days=1))
     store, reader = rig.store(), Reader(rig)
     rig.write(store, 0, 1)
     bucket.gate.clear()
-    begun = time.monotonic()
     store.read(KEY, HASHES[:1])
     while store.takes_writes:
         store.write(HASHES[2:3], [2])
     store.report(reader)
     assert reader.found == []
     while len(bucket.held) < 1 + KVBucket.num_writers:
-        assert time.monotonic() - begun < 5
         time.sleep(0.01)
     bucket.gate = threading.Event()  # it answers new requests
     bucket.gate.set()
     assert rig.read(store, 1, key=(7, 2)) == rig.written[1:2]
     assert not store.takes_writes
     store.close()
-    assert time.monotonic() - begun < 5, "less than a request may take"
 
 
 def test_what_a_prompt_needs_no_more_is_not_read(bucket: PlayedBucket, rig: Rig) -> None:
