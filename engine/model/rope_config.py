@@ -71,10 +71,14 @@ def rope_configs(
     given: dict[str, Any] = config.get("rope_parameters") or scaling
     full = {**config, "rope_parameters": {**given.get("full_attention", given), **scaling}}
     local = full
-    if "sliding_attention" in given:
+    if given.get("sliding_attention"):
         local = {**config, "rope_parameters": given["sliding_attention"]}
     elif "rope_local_base_freq" in config:
         local = {"rope_theta": config["rope_local_base_freq"]}
+    elif "full_attention" in given and any(window is not None for window in windows):
+        raise ModelConfigError(
+            "config.json: rope_parameters lack 'sliding_attention', of layers with a window"
+        )
     sizes = full_head_dim or head_dim, head_dim
     kinds = [_rope_config(of, size, interleaved) for of, size in zip((full, local), sizes, strict=True)]
     if norm_after:
