@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from splitserve.cli import launch as launching
 from splitserve.cli.config import ConfigError, Sources, Value
+from splitserve.cli.extras import EXTRAS
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.cli.up import Plan, plan
 
@@ -16,11 +20,13 @@ SMALL = {"model": str(DEMO_MODEL), "served_model_name": "small,little", "max_mod
 PREFILL, DECODE = ({"role": role, "count": 1, "model": "small"} for role in ("prefill", "decode"))
 
 
-def planned(tmp_path: Path, pools: list[dict[str, Any]], *others: dict[str, Any]) -> Plan:
+def planned(
+    tmp_path: Path, pools: list[dict[str, Any]], *others: dict[str, Any], port: int = 0, **up: Any
+) -> Plan:
     file = tmp_path / "up.yaml"
-    content = {"coordinator": {"other_models": list(others)}, "up": {"pools": pools}}
+    content = {"coordinator": {"other_models": list(others)}, "up": {"pools": pools, **up}}
     file.write_text(yaml.safe_dump({**content, "common": {"device": "cpu"}}))
-    flags = {"run_dir": Value(tmp_path / "run", "--run-dir"), "port": Value(0, "--port")}
+    flags = {"run_dir": Value(tmp_path / "run", "--run-dir"), "port": Value(port, "--port")}
     return plan(flags, Sources.read(file, {}))
 
 
@@ -58,3 +64,24 @@ def test_a_model_without_workers_is_refused(
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"other_models: small: .*nowhere"):
         planned(tmp_path, [PREFILL, DECODE], {**SMALL, "model": str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize("on", ["slurm", "ray"])
+def test_workers_elsewhere_find_the_port_of_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str
+) -> None:
+    asked: dict[str, Any] = {}
+    actors = SimpleNamespace(RayActors=lambda *_, **given: asked.update(given))
+    monkeypatch.setitem(sys.modules, "splitserve.deploy.ray_actors", actors)
+    monkeypatch.setitem(EXTRAS, "ray", ())
+    monkeypatch.setattr(launching, "SlurmJobs", lambda *given: asked.update(ports=given[3]))
+    other = {**SMALL, "control_address": "tcp://0.0.0.0:7710"}
+    made = planned(tmp_path, [PREFILL, DECODE], other, port=8000, on=on, stop=True)
+    launching.launcher_of(made)
+    assert asked["ports"] == {"prefill-0": 7700, "decode-0": 7700, "prefill-1": 7710, "decode-1": 7710}
+    assert not asked.get("scales"), "a worker that Ray adds is a copy of the first model's"
+
+
+def test_elsewhere_each_model_needs_a_port(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="control_address of small needs a port"):
+        planned(tmp_path, [PREFILL, DECODE], SMALL, port=8000, on="slurm", stop=True)
