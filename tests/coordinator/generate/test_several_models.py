@@ -144,6 +144,21 @@ async def test_counts_are_each_models_own(http: httpx.AsyncClient, others_dispat
     assert all("model_name" not in s.labels for s in families["splitserve_overload_limit"].samples)
 
 
+@pytest.mark.parametrize("more", [{}, PADDING], ids=["small", "large"])
+async def test_refusals_are_counted_for_their_model(
+    http: httpx.AsyncClient, server: HttpServer, others_dispatcher: FakeDispatcher, more: dict[str, Any]
+) -> None:
+    first, other = server.app.servings.all
+    body = {"prompt": TEXT, "max_tokens": 9, "model": "gpt-5", **more}
+    if not more:  # of a large one that cannot be planned no model is known here
+        assert (await http.post("/v1/completions", json={**body, "max_tokens": 300})).status_code == 400
+    others_dispatcher.workers = False
+    assert (await http.post("/v1/completions", json=body)).status_code == 503
+    assert (await http.post("/v1/completions", json={**body, "model": "none"})).status_code == 404
+    statuses = [sorted(status for _, status, _ in one.metrics.counts.requests) for one in (first, other)]
+    assert statuses == [["404"], ["503"] if more else ["400", "503"]]
+
+
 async def test_operators_pages_are_about_one_model(
     http: httpx.AsyncClient, dispatcher: FakeDispatcher, others_dispatcher: FakeDispatcher
 ) -> None:
