@@ -159,6 +159,15 @@ async def test_refusals_are_counted_for_their_model(
     assert statuses == [["404"], ["503"] if more else ["400", "503"]]
 
 
+@pytest.mark.parametrize("path", CALLS)
+async def test_a_name_that_is_unknown_is_counted_in_every_api(
+    http: httpx.AsyncClient, server: HttpServer, path: str
+) -> None:
+    assert (await http.post(path, json={**CALLS[path], "model": "none"})).status_code == 404
+    (counted,) = server.app.metrics.counts.requests.items()
+    assert (counted[0][1], counted[1]) == ("404", 1)
+
+
 async def test_operators_pages_are_about_one_model(
     http: httpx.AsyncClient, dispatcher: FakeDispatcher, others_dispatcher: FakeDispatcher
 ) -> None:
