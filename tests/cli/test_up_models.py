@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +22,19 @@ PREFILL, DECODE = ({"role": role, "count": 1, "model": "small"} for role in ("pr
 
 
 def planned(
-    tmp_path: Path, pools: list[dict[str, Any]], *others: dict[str, Any], port: int = 0, **up: Any
+    tmp_path: Path,
+    pools: list[dict[str, Any]],
+    *others: dict[str, Any],
+    port: int = 0,
+    model: Path | None = None,
+    **up: Any,
 ) -> Plan:
     file = tmp_path / "up.yaml"
     content = {"coordinator": {"other_models": list(others)}, "up": {"pools": pools, **up}}
     file.write_text(yaml.safe_dump({**content, "common": {"device": "cpu"}}))
     flags = {"run_dir": Value(tmp_path / "run", "--run-dir"), "port": Value(port, "--port")}
+    if model is not None:
+        flags["model"] = Value(model, "--model")
     return plan(flags, Sources.read(file, {}))
 
 
@@ -64,6 +72,18 @@ def test_a_model_without_workers_is_refused(
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"other_models: small: .*nowhere"):
         planned(tmp_path, [PREFILL, DECODE], {**SMALL, "model": str(tmp_path / "nowhere")})
+
+
+def test_pools_name_a_model_of_the_hub_as_requests_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = tmp_path / "snapshots" / "0123"
+    shutil.copytree(DEMO_MODEL, fetched)
+    monkeypatch.setattr("splitserve.cli.model_source._from_hub", lambda *_: fetched)
+    more = {"model": "org/demo", "count": 1}
+    made = planned(tmp_path, [{"role": "mixed", **more}, PREFILL, DECODE], SMALL, model=Path("org/demo"))
+    assert made.models == ["org/demo", "small"]
+    assert made.workers[-3].coordinator == made.coordinator.control_address
 
 
 @pytest.mark.parametrize("on", ["slurm", "ray"])

@@ -219,15 +219,15 @@ async def test_a_websocket_takes_requests_for_both(server: HttpServer) -> None:
         ([{"served_model_name": "b", "control_address": "tcp://127.0.0.1:7700"}], {}, "control_address of b"),
         ([{"served_model_name": "b"}], {"processes": 2}, "--processes 2 needs a port"),
         ([{}], {}, "served_model_name"),
+        ([{"served_model_name": "org/x"}], {"model": "org/x", "served_model_name": ""}, "the name 'org/x'"),
         ([{"served_model_name": "b", "port": 1}], {}, "port"),
     ],
 )
 def test_what_cannot_be_served_together(others: Any, more: dict[str, Any], message: str) -> None:
     models = [{"model": DEMO_MODEL, **other} for other in others]
+    first: Any = {"model": DEMO_MODEL, "served_model_name": "a", "insecure": True}
     with pytest.raises(ValidationError, match=message):
-        CoordinatorSettings(
-            model=DEMO_MODEL, served_model_name="a", insecure=True, other_models=models, **more
-        )
+        CoordinatorSettings(**{**first, "other_models": models, **more})
 
 
 def test_each_model_has_settings_of_its_own(tmp_path: Path) -> None:
