@@ -184,7 +184,10 @@ async def test_operators_pages_are_about_one_model(
     for query, drained in (("", dispatcher), ("?model=demo", others_dispatcher)):
         assert (await http.post(f"/admin/drain/prefill-0{query}")).status_code == 202
         assert [name for name, _ in drained.drained] == ["prefill-0"]
+    assert (await http.post("/admin/drain/prefill-0?model=gpt-5")).status_code == 202, "by any of its names"
     assert (await http.post("/admin/drain/prefill-0?model=none")).status_code == 404
+    unknown = (await http.post("/admin/drain/none")).json()["error"]["message"]
+    assert unknown.count("prefill-0") == 2, "one of each model"
     for page in ("/props", "/server_info", "/tokenizer_info"):
         one, two = [(await http.get(f"{page}?model={name}")).json() for name in ("tiny", "demo")]
         assert one != two
