@@ -139,12 +139,14 @@ async def _roll(
     one does not come back."""
     known = partial(incarnations, plan, url)
     serves = partial(is_ready, url, plan.coordinator.tls_cert, plan.models)
-    for i, each in enumerate([*old[1:], old[0]]):
+    waiting = {worker.name: worker.coordinator for worker in plan.workers}  # by model
+    for each in [*old[1:], old[0]]:
         name, role = each.name, roles.get(each.name, "coordinator")
         before, deadline = await known(), time.monotonic() + plan.up.ready_timeout_s
         notify(f"{name} starts again ...")
         await asyncio.to_thread(launcher.restart, name, role, each.argv, each.env)
-        lone = i == 0 and name in roles
+        lone = name in waiting  # the first of its model: a new build may fit no older one
+        waiting = {other: model for other, model in waiting.items() if model != waiting.get(name)}
         while not (_is_back(name, before, await known()) and (lone or await serves())):
             if time.monotonic() > deadline:
                 raise LaunchError(
