@@ -79,5 +79,6 @@ def controller_of(
         return None
     profile = Profile.read(settings.steer_profile) if settings.steer_profile is not None else None
     steering = Steering(options, profile)
-    hooks = Hooks(options.mode, settings.steer_webhook, settings.steer_command)
+    of_model = settings.model_name if settings.other_models else ""
+    hooks = Hooks(options.mode, settings.steer_webhook, settings.steer_command, of_model)
     return SteeringShell(steering, partial(snapshot_of, lifecycle), dispatcher, hooks)

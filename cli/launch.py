@@ -58,7 +58,8 @@ def launch(plan: Plan) -> int:
 
 def launcher_of(plan: Plan) -> Launcher:
     """Return the launcher that ``--on`` names."""
-    port = int(plan.coordinator.control_address.rpartition(":")[2])
+    port = _port_of(plan.coordinator.control_address)
+    ports = {each.name: _port_of(each.coordinator) for each in plan.workers}
     pools = {name: pool for pool, names in pools_of(plan.up) for name in names}
     if plan.up.on == "ray":
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read once, when ray is imported
@@ -74,11 +75,17 @@ def launcher_of(plan: Plan) -> Launcher:
             ranks=ranks,
             resources={name: _amounts(pool.ray) for name, pool in pools.items()},
             leave_s=max(each.drain_timeout_s for each in plan.workers) + plan.up.grace_s,
-            scales=plan.coordinator.steer_command is None,
+            # one that it adds is a copy of the first model's
+            scales=plan.coordinator.steer_command is None and len(plan.models) == 1,
+            ports=ports,
         )
     every = shlex.split(plan.up.sbatch)
     options = {name: [*every, *shlex.split(pool.sbatch)] for name, pool in pools.items()}
-    return SlurmJobs(plan.run_dir, port, {"coordinator": every, **options})
+    return SlurmJobs(plan.run_dir, port, {"coordinator": every, **options}, ports)
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def _amounts(resources: str) -> dict[str, float]:
@@ -99,7 +106,7 @@ def _launch(plan: Plan, launcher: Launcher) -> int:
         if anew or name not in running:
             launcher.start(name, roles.get(name, "coordinator"), command.argv, command.env)
     deadline = time.monotonic() + plan.up.ready_timeout_s
-    notify(f"starting {plan.coordinator.model_name} on {plan.up.on}: {', '.join(wanted)} ...")
+    notify(f"starting {' and '.join(plan.models)} on {plan.up.on}: {', '.join(wanted)} ...")
     url = url_of(launcher.host(deadline), plan.coordinator.port, plan.coordinator.scheme)
     if not asyncio.run(_ready(plan, launcher, url, set(wanted), deadline)):
         raise LaunchError(
@@ -132,12 +139,14 @@ async def _roll(
     one does not come back."""
     known = partial(incarnations, plan, url)
     serves = partial(is_ready, url, plan.coordinator.tls_cert, plan.models)
-    for i, each in enumerate([*old[1:], old[0]]):
+    waiting = {worker.name: worker.coordinator for worker in plan.workers}  # by model
+    for each in [*old[1:], old[0]]:
         name, role = each.name, roles.get(each.name, "coordinator")
         before, deadline = await known(), time.monotonic() + plan.up.ready_timeout_s
         notify(f"{name} starts again ...")
         await asyncio.to_thread(launcher.restart, name, role, each.argv, each.env)
-        lone = i == 0 and name in roles
+        lone = name in waiting  # the first of its model: a new build may fit no older one
+        waiting = {other: model for other, model in waiting.items() if model != waiting.get(name)}
         while not (_is_back(name, before, await known()) and (lone or await serves())):
             if time.monotonic() > deadline:
                 raise LaunchError(

@@ -142,10 +142,10 @@ def commands(plan: Plan, fork: Start | None = None) -> list[Command]:
     """One command a process; each reads its settings from a file of its own in the run directory. ``fork``
     starts the workers.
 
-    In the order in which they are rolled: both roles advance together, as a build may fit no older one."""
-    roles = [getattr(worker, "start_as", worker.role) for worker in plan.workers]
-    counts = [roles.count(role) for role in roles]
-    turns = [((roles[:i].count(role) + 1) / counts[i], counts[i], i) for i, role in enumerate(roles)]
+    In the order of a roll: both roles of a model advance together, as a build may fit no older one."""
+    kinds = [(worker.coordinator, getattr(worker, "start_as", worker.role)) for worker in plan.workers]
+    counts = [kinds.count(kind) for kind in kinds]
+    turns = [((kinds[:i].count(kind) + 1) / counts[i], counts[i], i) for i, kind in enumerate(kinds)]
     return [
         _command(plan.run_dir, "coordinator", "coordinator", plan.coordinator, threads=1),
         *(

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from ..coordinator.settings import CoordinatorSettings
+from ..coordinator.settings import HUB_ID, CoordinatorSettings
 from ..engine.errors import ModelConfigError
 from .config import ConfigError
 from .extras import missing_for
@@ -42,7 +42,6 @@ TEXTS = (
 )
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 """What is fetched: never pickled weights, and none for a coordinator."""
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 # a Path has lost one slash
 S3 = re.compile(r"s3:/{1,2}(?P<bucket>[a-z0-9][a-z0-9.-]{1,62})(?:/(?P<prefix>.*?))?/*")
 MOST_OBJECTS = 10_000

@@ -37,6 +37,11 @@ class ServerSettings(SteeringSettings, CoordinatorSettings):
                 "one of several coordinator processes sees a part of the load only: --steer act "
                 "needs --processes 1"
             )
+        if self.steer_command is not None and self.other_models:
+            raise ValueError(
+                "--steer-command is not asked for workers of one of several models: leave it out, "
+                "and --steer act flips workers alone"
+            )
         return self
 
 

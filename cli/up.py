@@ -217,11 +217,15 @@ def _coordinator(up: UpSettings, flags: Layer, sources: Sources) -> tuple[Server
             "--chat and --prompt need --api-key-file where --tenants-file asks for keys; "
             "`splitserve keys create` makes one"
         )
-    addresses = [model.control_address for model in coordinator.each_model()]
-    if not here and (any(address.endswith(":0") for address in addresses) or not coordinator.port):
+    if not here and (coordinator.control_address.endswith(":0") or not coordinator.port):
         raise ConfigError(
             f"--control-address needs a port, and --port one too: with --on {up.on} 0 cannot be found"
         )
+    for other in () if here else coordinator.other_models:
+        if other.control_address.endswith(":0"):
+            raise ConfigError(
+                f"control_address of {other.model_name} needs a port: with --on {up.on} 0 cannot be found"
+            )
     if not here and not up.stop and is_loopback(coordinator.listen_host):
         raise ConfigError(
             f"--on {up.on}: clients come from other hosts, and this serves its own alone: give "

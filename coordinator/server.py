@@ -149,7 +149,8 @@ class HttpApp:
         if self.batches is not None:
             clients += BatchRoutes(self.batches, parts.overload).routes()
         self.operators = operators = parts.operators or Operators(secrets.token_hex(32))
-        admin_routes = [*AdminRoutes(fleets).routes(), *(parts.more_admin or ())]
+        by_each_name = {name: one.dispatcher for one in servings.all for name in one.model.names}
+        admin_routes = [*AdminRoutes(by_each_name).routes(), *(parts.more_admin or ())]
 
         def pages(more: Sequence[Route]) -> Starlette:
             own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]

@@ -4,12 +4,13 @@ and pages name one of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from starlette.requests import Request
 
-from .errors import NotFound, no_workers
+from .errors import ApiError, NotFound, no_workers
 from .lifecycle.request import Fleet
 from .metrics.metrics import Metrics
 from .metrics.system_snapshot import SystemSnapshot
@@ -51,6 +52,12 @@ class Servings:
     def of(self, name: str | None) -> Serving:
         """Return what serves this name. Raises as ``ServedModels.of``."""
         return self._by_name[self.models.of(name).name]
+
+    def metrics_of(self, name: str | None) -> Metrics:
+        """Return the counts for a request of this name; the first model's where none is served by it."""
+        with suppress(ApiError):
+            return self.of(name).metrics
+        return self.first.metrics
 
     def asked(self, request: Request) -> Serving:
         """Return the one that a page is asked about: ``?model=NAME``. Raises NotFound."""

@@ -22,6 +22,7 @@ from .tenants.settings import REDIS_URL, SQLITE, TenantSettings
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 CONTROL_ADDRESS = r"^tcp://[^\s:]+:\d+$|^tcp://\[[0-9a-fA-F:.]+\]:\d+$"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 NAMES = "^[^,]{1,256}(,[^,]{1,256})*$"
 _CLASS_SECONDS = r"(premium|standard|free|batch)=\d+(\.\d+)?"
 
@@ -71,7 +72,11 @@ class ModelSettings(BaseModel):
     @property
     def model_name(self) -> str:
         """The name under which the API serves the model."""
-        return self.served_model_name.partition(",")[0] or self.model.resolve().name
+        if self.served_model_name:
+            return self.served_model_name.partition(",")[0]
+        if self.model.is_dir():
+            return self.model.resolve().name
+        return str(self.model) if HUB_ID.fullmatch(str(self.model)) else self.model.name.removesuffix(".gguf")
 
     @property
     def names(self) -> list[str]:

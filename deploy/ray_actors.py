@@ -162,13 +162,14 @@ class RayActors:
         leave_s: float = ANSWER_S,
         scales: bool = False,
         address: str = "auto",
+        ports: Mapping[str, int] | None = None,
     ) -> None:
-        """``control_port``: the coordinator's; ``num_cpus``, ``devices``, ``ranks``, and further
-        ``resources``: by worker; ``leave_s``: seconds in which a worker drains; ``scales``: whether the pool
-        controller adds actors. Raises LaunchError."""
+        """``control_port``: the coordinator's; ``num_cpus``, ``devices``, ``ranks``, further ``resources``,
+        and the ``ports`` of those that connect to another: by worker; ``leave_s``: seconds in which a worker
+        drains; ``scales``: whether the pool controller adds actors. Raises LaunchError."""
         self._folder, self._port, self._leave_s, self._scales = folder, control_port, leave_s, scales
         self._num_cpus, self._devices, self._resources = num_cpus or {}, devices or {}, resources or {}
-        self._ranks = ranks or {}
+        self._ranks, self._ports = ranks or {}, ports or {}
         if not ray.is_initialized():
             try:
                 ray.init(address=address, namespace=f"splitserve:{folder}", logging_level="error")
@@ -194,7 +195,7 @@ class RayActors:
         files = {str(path): path.read_text(encoding="utf-8") for path in paths}
         own = {"CPU": self._num_cpus.get(name, 1), **self._gpu(name), **self._resources.get(name, {})}
         needs = ON_HEAD if role == COORDINATOR else own
-        _create(Spec(name, argv, added, files, needs), self._port)
+        _create(Spec(name, argv, added, files, needs), self._ports.get(name, self._port))
 
     def stop(self, names: Sequence[str]) -> None:
         """End processes together, and give their resources back: workers drain."""

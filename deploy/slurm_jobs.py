@@ -24,9 +24,16 @@ queued anew for 2 minutes by default."""
 class SlurmJobs:
     """The jobs of one cluster; ``folder``, which every node sees, has their logs and numbers."""
 
-    def __init__(self, folder: Path, port: int, options: Mapping[str, Sequence[str]]) -> None:
-        """``port``: of the coordinator's control address; ``options``: those of sbatch, by name."""
-        self._folder, self._port, self._options = folder, port, options
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        options: Mapping[str, Sequence[str]],
+        ports: Mapping[str, int] | None = None,
+    ) -> None:
+        """``port``: of the coordinator's control address; ``options``: those of sbatch, by name; ``ports``:
+        those of workers that connect to another, by name."""
+        self._folder, self._port, self._options, self._ports = folder, port, options, ports or {}
 
     def running(self) -> list[str]:
         """Return the names of the processes whose jobs run or wait. Raises LaunchError."""
@@ -39,7 +46,8 @@ class SlurmJobs:
         numbers = self._numbers()
         env = dict(env)
         if role != "coordinator":
-            env |= {"COORDINATOR_JOB": numbers["coordinator"], "COORDINATOR_PORT": str(self._port)}
+            port = self._ports.get(name, self._port)
+            env |= {"COORDINATOR_JOB": numbers["coordinator"], "COORDINATOR_PORT": str(port)}
         log = self._folder / f"{name}.log"
         lead = LEAD_S + STAGGER_S * (int(name.rpartition("-")[2]) % MAX_STAGGERS if "-" in name else 0)
         ours = ["--parsable", "--job-name", name, "--output", str(log), "--chdir", str(self._folder)]

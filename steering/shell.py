@@ -131,9 +131,10 @@ class Hooks:
     """Passes decisions on, to a webhook and to a command. Failures are logged and not retried: the next
     decision follows from the state at that time."""
 
-    def __init__(self, mode: Mode, webhook: str | None, command: str | None) -> None:
-        """Raise ValueError if the command cannot be parsed."""
-        self._mode, self._webhook = mode, webhook
+    def __init__(self, mode: Mode, webhook: str | None, command: str | None, of_model: str = "") -> None:
+        """``of_model``: its name, of several. Raise ValueError if the command cannot be parsed."""
+        self._webhook = webhook
+        self._about = {"mode": mode, **({"model": of_model} if of_model else {})}
         self._command = shlex.split(command) if command else []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -142,9 +143,7 @@ class Hooks:
         if self._webhook:
             body = {name: value for name, value in asdict(decision).items() if name != "at"}
             self._begin(
-                self._post(
-                    self._webhook, {**body, "mode": self._mode, "wanted_workers": dict(wanted_workers)}
-                )
+                self._post(self._webhook, {**body, **self._about, "wanted_workers": dict(wanted_workers)})
             )
 
     def start_worker(self, role: str) -> None:

@@ -160,7 +160,7 @@ class MessagesRoutes:
         """Answer a POST. Raises ApiError."""
         asked = await self._dialect.read(request, MessagesRequest)
         stream = await self._dialect.begin(request, asked.for_chat())
-        answer = MessageAnswer(self._models.of(asked.model).shown_name(asked.model))
+        answer = MessageAnswer(self._models.shown_name(asked.model))
         return await self._dialect.respond(request, stream, answer, streamed=bool(asked.stream))
 
     async def _count_tokens(self, request: Request) -> Response:

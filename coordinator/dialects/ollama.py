@@ -6,6 +6,7 @@ Their streams are lines of JSON: one for each part, the last with counts. https:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -101,8 +102,9 @@ class OllamaRoutes:
         """Return a chat's body without a bound of new tokens that no answer reaches: Ollama takes any
         number."""
         chat = asked.for_chat()
-        if (chat["max_completion_tokens"] or 0) >= self._model(asked.model).max_model_len:
-            chat["max_completion_tokens"] = None
+        with suppress(ApiError):  # a name that is unknown is refused, and counted, where it is asked
+            if (chat["max_completion_tokens"] or 0) >= self._model(asked.model).max_model_len:
+                chat["max_completion_tokens"] = None
         return chat
 
     async def _raw(self, asked: OllamaGenerateRequest) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class ResponsesRoutes:
         """Answer a POST. Raises ApiError."""
         asked = await self._dialect.read(request, ResponsesRequest)
         items, chat = await self._chat_of(request, asked)
-        name = self._models.of(asked.model).shown_name(asked.model)
+        name = self._models.shown_name(asked.model)
         answer = ResponseAnswer(f"resp_{secrets.token_hex(24)}", asked, name)
         if self._store is None:
             answer.response["store"] = False

@@ -49,6 +49,7 @@ TOO_MANY_PROMPTS = (
 )
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+_Asked = AskedRequest | RequestPlan | None
 
 
 class GenerationApi:
@@ -126,18 +127,16 @@ class GenerationApi:
         """Take all calls through one stage before the next: with warm caches that saves a third of the
         time."""
         arrived = self._next_arrived()
-        parsed = [(call, r, at) for call, at in arrived if (r := self._stage(call, self._parse, call, at))]
+        parsed = [(c, r, at) for c, at in arrived if (r := self._stage(c, None, self._parse, c, at))]
         planned = [
-            (call, plan, arrival)
-            for call, request, arrival in parsed
-            if (plan := self._stage(call, self._plan, call, request, arrival)) is not None
+            (c, plan, at)
+            for c, asked, at in parsed
+            if (plan := self._stage(c, asked, self._plan, c, asked, at)) is not None
         ]
-        opened = [
-            (call, self._stage(call, self._open, call, plan, arrival)) for call, plan, arrival in planned
-        ]
+        opened = [(call, self._stage(call, plan, self._open, call, plan, at)) for call, plan, at in planned]
         for call, exchange in opened:
             if exchange is not None:
-                self._stage(call, self._admit, call, exchange)
+                self._stage(call, exchange.plan, self._admit, call, exchange)
 
     def _next_arrived(self) -> list[tuple[Call, float]]:
         """Take as many calls as one turn of the loop may handle: streams are served between two turns."""
@@ -151,14 +150,14 @@ class GenerationApi:
             asyncio.get_running_loop().call_soon(self._handle_arrived)
         return arrived
 
-    def _stage(self, call: Call, work: Callable[..., T], *inputs: Any) -> T | None:
-        """Return what ``work`` makes of the inputs; None if the client has gone, or the call was refused."""
+    def _stage(self, call: Call, asked: _Asked, work: Callable[..., T], *inputs: Any) -> T | None:
+        """Return what ``work`` makes of the inputs; None if the client has gone or the call was refused."""
         if call.gone:
             return None
         try:
             return work(*inputs)
         except Exception as error:
-            self._failed(call, error)
+            self._failed(call, error, asked)
             return None
 
     def _parse(self, call: Call, arrival: float) -> AskedRequest | None:
@@ -170,13 +169,12 @@ class GenerationApi:
         if len(call.body) > LARGE_BODY_BYTES:
             self._set_aside(call, None, arrival)
             return None
-        request = parse(call.endpoint, call.body)
-        self.servings.of(request.model).require_workers()
-        return request
+        return parse(call.endpoint, call.body)
 
     def _plan(self, call: Call, request: AskedRequest, arrival: float) -> RequestPlan | None:
         """Return None if planning takes long: then a thread does it."""
-        planner = self._planners[self.models.of(request.model).name]
+        (serving := self.servings.of(request.model)).require_workers()
+        planner = self._planners[serving.model.name]
         if planner.is_quick(request):
             return planner.plan(request, call.headers, call.account.priority_class)
         self._set_aside(call, (request, planner), arrival)
@@ -192,8 +190,10 @@ class GenerationApi:
         self, call: Call, known: tuple[AskedRequest, Planner] | None, arrival: float
     ) -> None:
         limiter = self._tenancy.limiter
+        asked: _Asked = None if known is None else known[0]
         try:
             plan, admission = await self._costly.plan(call, known)
+            asked = plan
             try:
                 if known is None:
                     self.servings.of(plan.model).require_workers()
@@ -211,15 +211,15 @@ class GenerationApi:
             pass  # ``closed`` has counted it
         except Exception as error:
             if not call.gone:
-                self._failed(call, error)
+                self._failed(call, error, asked)
 
-    def _failed(self, call: Call, error: Exception) -> None:
+    def _failed(self, call: Call, error: Exception, asked: _Asked) -> None:
         id = self._ids.new(call.endpoint, client_id(call.headers))
         if not isinstance(error, ApiError):
             fields = {"fields": {"request_id": id}}
             _log.error("%s: a request to %s failed", id, call.endpoint, exc_info=error, extra=fields)
             error = InternalError(f"Internal error; the server's log says more under {id}.")
-        self.refuse(call, error, id)
+        self.refuse(call, error, id, self.servings.metrics_of(None if asked is None else asked.model))
 
     def _open(self, call: Call, plan: RequestPlan, arrival: float) -> HttpExchange:
         """Make the exchange with its first choices: all of them, if the plan is a quick one."""

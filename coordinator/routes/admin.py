@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 class AdminRoutes:
     """For an application behind the gate. A worker is one of the model that ``?model=`` names, or else the
-    first of this name. ``fleets``: by model."""
+    first of this name. ``fleets``: by each name of their models."""
 
     def __init__(self, fleets: Mapping[str, Fleet]) -> None:
         self._all = fleets
@@ -62,7 +62,7 @@ class AdminRoutes:
     def _fleets(self, request: Request) -> list[Fleet]:
         asked = request.query_params.get("model")
         if asked is None:
-            return [*self._all.values()]
+            return [*{id(fleet): fleet for fleet in self._all.values()}.values()]
         if asked not in self._all:
             raise NotFound(
                 f"There is no model {asked[:200]!r}; there are: {', '.join(self._all)}.", param="model"

@@ -182,6 +182,11 @@ class ServedModels:
         """Return all names that requests may give now."""
         return [name for model in self.all for name in model.listed()]
 
+    def shown_name(self, name: str | None) -> str:
+        """Return the name that answers have, of a name that may be unknown."""
+        of_name = (model.name for model in self.all if name is None or name in model.names)
+        return next(of_name, name or "")
+
     def of(self, name: str | None) -> ServedModel:
         """Return the model of this name, or that with an adapter of this name. Raises NotFound, or
         Unavailable where it may be the name of an adapter."""

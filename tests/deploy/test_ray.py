@@ -71,7 +71,14 @@ def actors(address: str, tmp_path: Path) -> Iterator[RayActors]:
             further = {"decode-0": {"H100": 0.25}, "wide": {"H100": 2}}
             ranks, devices = {"decode-0": 2}, {"decode-0": "cuda"}
             made = RayActors(
-                tmp_path, 7701, address=address, leave_s=20, resources=further, ranks=ranks, devices=devices
+                tmp_path,
+                7701,
+                address=address,
+                leave_s=20,
+                resources=further,
+                ranks=ranks,
+                devices=devices,
+                ports={"decode-0": 7710},
             )
             break
         except LaunchError:
@@ -118,7 +125,7 @@ def test_ray_restarts_a_process_that_dies_and_a_worker_that_leaves_drains(
     wait_for(lambda: pid_of(tmp_path / "decode-0.pid") != second)
     assert (tmp_path / "decode-0.end").read_text() == "drained\n"
     (tmp_path / "decode-0.end").unlink()
-    assert lines == [f"tcp://{actors.host(0)}:7701 given"] * 2, (
+    assert lines == [f"tcp://{actors.host(0)}:7710 given"] * 2, (
         "each found the coordinator by the head's address"
     )
     assert ray.available_resources()["H100"] == 0.75, "its own"

@@ -37,13 +37,18 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def jobs_of(folder: Path) -> SlurmJobs:
-    return SlurmJobs(folder, 7701, {"coordinator": ["--time", "8:00:00"], "decode-1": ["--gpus", "1"]})
+    options = {"coordinator": ["--time", "8:00:00"], "decode-1": ["--gpus", "1"]}
+    return SlurmJobs(folder, 7701, options, {"decode-2": 7710})
 
 
 def test_each_process_is_a_job_that_finds_the_coordinators(tmp_path: Path, calls: Path) -> None:
     jobs, env = jobs_of(tmp_path), dict(os.environ)
     jobs.start("coordinator", "coordinator", ["splitserve", "coordinator"], env)
     jobs.start("decode-1", "decode", ["splitserve", "decode"], env)
+    assert "COORDINATOR_PORT=7701" in calls.read_text().splitlines()
+    jobs.start("decode-2", "decode", ["splitserve", "decode"], env)
+    assert "COORDINATOR_PORT=7710" in calls.read_text().splitlines(), "another model's"
+    jobs.stop(["decode-2"])
     text = calls.read_text()
     assert "--job-name coordinator --output" in text
     assert f"--time 8:00:00 {TEMPLATE} splitserve coordinator" in text

@@ -71,7 +71,7 @@ DECISIONS = (
 
 
 async def carry_out(
-    mode: Any, tmp_path: Path, commanded: bool = True
+    mode: Any, tmp_path: Path, commanded: bool = True, of_model: str = ""
 ) -> tuple[Workers, list[dict[str, Any]], list[str], dict[str, Any]]:
     """What was done, posted and run."""
     posted: list[dict[str, Any]] = []
@@ -92,7 +92,8 @@ async def carry_out(
     script = f"import sys; open({str(reported)!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10))"
     bench, workers = Bench(), Workers()
     bench.hello("p2", "prefill")
-    hooks = Hooks(mode, f"http://127.0.0.1:{port}/", f'{sys.executable} -c "{script}"' if commanded else None)
+    command = f'{sys.executable} -c "{script}"' if commanded else None
+    hooks = Hooks(mode, f"http://127.0.0.1:{port}/", command, of_model)
     shell = SteeringShell(Scripted(mode, *DECISIONS), lambda: snapshot_of(bench.core), workers, hooks)
     task = asyncio.create_task(shell.run())
     await asyncio.wait_for(received.wait(), PATIENCE_S)
@@ -126,6 +127,9 @@ async def test_advice_is_posted_and_nothing_done(tmp_path: Path) -> None:
     workers, posted, reported, _ = await carry_out("advise", tmp_path)
     assert (workers.done, reported, len(posted), {*workers.lends}) == ([], [], 3, {True})
     assert {d["mode"] for d in posted} == {"advise"}
+    assert "model" not in posted[0]
+    _, posted, _, _ = await carry_out("advise", tmp_path, of_model="small")
+    assert {d["model"] for d in posted} == {"small"}
 
 
 async def test_without_a_command_nobody_is_told_to_leave(tmp_path: Path) -> None:
@@ -204,6 +208,10 @@ def test_metrics() -> None:
         (
             {"steer": "act", "steer_slo": "ttft=1,tpot=0.1", "steer_profile": "x", "processes": 2},
             "processes 1",
+        ),
+        (
+            {"steer_command": "scale", "other_models": [{"model": "n", "served_model_name": "n"}]},
+            "steer-command is not asked",
         ),
         ({"steer_slo": "ttft=1@p90"}, "a bound for each, ttft and tpot"),
         ({"steer_slo": "ttft=1,ttft=2"}, "names ttft twice"),

@@ -144,6 +144,30 @@ async def test_counts_are_each_models_own(http: httpx.AsyncClient, others_dispat
     assert all("model_name" not in s.labels for s in families["splitserve_overload_limit"].samples)
 
 
+@pytest.mark.parametrize("more", [{}, PADDING], ids=["small", "large"])
+async def test_refusals_are_counted_for_their_model(
+    http: httpx.AsyncClient, server: HttpServer, others_dispatcher: FakeDispatcher, more: dict[str, Any]
+) -> None:
+    first, other = server.app.servings.all
+    body = {"prompt": TEXT, "max_tokens": 9, "model": "gpt-5", **more}
+    if not more:  # of a large one that cannot be planned no model is known here
+        assert (await http.post("/v1/completions", json={**body, "max_tokens": 300})).status_code == 400
+    others_dispatcher.workers = False
+    assert (await http.post("/v1/completions", json=body)).status_code == 503
+    assert (await http.post("/v1/completions", json={**body, "model": "none"})).status_code == 404
+    statuses = [sorted(status for _, status, _ in one.metrics.counts.requests) for one in (first, other)]
+    assert statuses == [["404"], ["503"] if more else ["400", "503"]]
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_a_name_that_is_unknown_is_counted_in_every_api(
+    http: httpx.AsyncClient, server: HttpServer, path: str
+) -> None:
+    assert (await http.post(path, json={**CALLS[path], "model": "none"})).status_code == 404
+    (counted,) = server.app.metrics.counts.requests.items()
+    assert (counted[0][1], counted[1]) == ("404", 1)
+
+
 async def test_operators_pages_are_about_one_model(
     http: httpx.AsyncClient, dispatcher: FakeDispatcher, others_dispatcher: FakeDispatcher
 ) -> None:
@@ -160,7 +184,10 @@ async def test_operators_pages_are_about_one_model(
     for query, drained in (("", dispatcher), ("?model=demo", others_dispatcher)):
         assert (await http.post(f"/admin/drain/prefill-0{query}")).status_code == 202
         assert [name for name, _ in drained.drained] == ["prefill-0"]
+    assert (await http.post("/admin/drain/prefill-0?model=gpt-5")).status_code == 202, "by any of its names"
     assert (await http.post("/admin/drain/prefill-0?model=none")).status_code == 404
+    unknown = (await http.post("/admin/drain/none")).json()["error"]["message"]
+    assert unknown.count("prefill-0") == 2, "one of each model"
     for page in ("/props", "/server_info", "/tokenizer_info"):
         one, two = [(await http.get(f"{page}?model={name}")).json() for name in ("tiny", "demo")]
         assert one != two
@@ -195,15 +222,15 @@ async def test_a_websocket_takes_requests_for_both(server: HttpServer) -> None:
         ([{"served_model_name": "b", "control_address": "tcp://127.0.0.1:7700"}], {}, "control_address of b"),
         ([{"served_model_name": "b"}], {"processes": 2}, "--processes 2 needs a port"),
         ([{}], {}, "served_model_name"),
+        ([{"served_model_name": "org/x"}], {"model": "org/x", "served_model_name": ""}, "the name 'org/x'"),
         ([{"served_model_name": "b", "port": 1}], {}, "port"),
     ],
 )
 def test_what_cannot_be_served_together(others: Any, more: dict[str, Any], message: str) -> None:
     models = [{"model": DEMO_MODEL, **other} for other in others]
+    first: Any = {"model": DEMO_MODEL, "served_model_name": "a", "insecure": True}
     with pytest.raises(ValidationError, match=message):
-        CoordinatorSettings(
-            model=DEMO_MODEL, served_model_name="a", insecure=True, other_models=models, **more
-        )
+        CoordinatorSettings(**{**first, "other_models": models, **more})
 
 
 def test_each_model_has_settings_of_its_own(tmp_path: Path) -> None:
