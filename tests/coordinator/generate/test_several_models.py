@@ -142,7 +142,9 @@ async def test_counts_are_each_models_own(http: httpx.AsyncClient, others_dispat
     assert found == {"tiny": 1, "demo": 2}
     workers = [s.labels for s in families["splitserve_workers"].samples]
     assert {labels["model_name"] for labels in workers} == {"tiny", "demo"}
-    assert all("model_name" not in s.labels for s in families["splitserve_overload_limit"].samples)
+    for name in ("splitserve_overload_limit", "splitserve_listener_failures"):
+        assert families[name].samples
+        assert all("model_name" not in sample.labels for sample in families[name].samples)
 
 
 @pytest.mark.parametrize("more", [{}, PADDING], ids=["small", "large"])
