@@ -42,6 +42,7 @@ from .metrics.metrics import Metrics, Scrape
 from .metrics.objectives import Objectives
 from .metrics.request_record import log_request
 from .metrics.request_trace import end_trace
+from .metrics.server_collector import FailuresCollector
 from .metrics.system_snapshot import SystemSnapshot
 from .routes.admin import AdminRoutes
 from .routes.gate import Gate
@@ -119,6 +120,7 @@ class HttpApp:
         registry = CollectorRegistry()
         registry.register(self.overload)
         registry.register(self.stored)
+        registry.register(FailuresCollector(failures.counts))
         self.scrape = Scrape([one.metrics for one in servings.all], registry)
         self.generation = GenerationApi(
             servings,

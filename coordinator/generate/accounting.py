@@ -140,4 +140,5 @@ class Accounting:
             trace=trace,
             client=self._call.client,
             priority_class=self._plan.priority_class,
+            model=self._plan.model,
         )

@@ -150,9 +150,7 @@ class Metrics:
             "request_generation_tokens", "Output tokens of a sequence.", TOKENS
         )
         self.registry.register(
-            ServerCollector(
-                self.counts, lambda: self.num_open, self.efficiency, model_name, self.failures.counts
-            )
+            ServerCollector(self.counts, lambda: self.num_open, self.efficiency, model_name)
         )
         self.registry.register(SystemCollector(system))
 

@@ -34,6 +34,7 @@ class RequestRecord(NamedTuple):
     trace: RequestTrace | None = None
     client: str = ""  # address
     priority_class: str = "standard"
+    model: str = ""  # or adapter, by the name that answers have
 
     @property
     def total(self) -> float:
@@ -55,6 +56,7 @@ def log_request(record: RequestRecord) -> None:
     fields: dict[str, object] = {
         "request_id": record.id,
         "endpoint": record.endpoint,
+        "model": record.model,
         "status": record.status,
         "tenant": record.tenant,
         "client": record.client,

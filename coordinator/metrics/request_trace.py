@@ -48,6 +48,7 @@ def end_trace(record: RequestRecord) -> None:
     attributes: dict[str, Attribute] = {
         "http.request.method": "POST",
         "http.route": record.endpoint,
+        "gen_ai.request.model": record.model,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "splitserve.request_id": record.id,

@@ -45,20 +45,34 @@ class Counts:
     refusals: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
 
 
+class FailuresCollector:
+    """``failures``: of listeners, by name; of no model."""
+
+    def __init__(self, failures: Mapping[str, int]) -> None:
+        self._failures = failures
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        failures = CounterMetricFamily(
+            "splitserve_listener_failures",
+            "Failures beside requests, which went on: trace file, usage, steering.",
+            labels=["listener"],
+        )
+        for name, count in self._failures.items():
+            failures.add_metric([name], count)
+        yield failures
+
+
 class ServerCollector:
-    """``num_open``: HTTP requests for tokens that have not ended. ``failures``: of listeners, by name."""
+    """``num_open``: HTTP requests for tokens that have not ended."""
 
     def __init__(
-        self,
-        counts: Counts,
-        num_open: Callable[[], int],
-        efficiency: Efficiency,
-        model_name: str,
-        failures: Mapping[str, int],
+        self, counts: Counts, num_open: Callable[[], int], efficiency: Efficiency, model_name: str
     ) -> None:
         self._counts, self._num_open, self._efficiency = counts, num_open, efficiency
         self._model_name = model_name
-        self._failures = failures
 
     def describe(self) -> list[Metric]:
         return []
@@ -82,14 +96,7 @@ class ServerCollector:
         )
         for reason, count in counts.refusals.items():
             refusals.add_metric([model, reason], count)
-        failures = CounterMetricFamily(
-            "splitserve_listener_failures",
-            "Failures beside requests, which went on: trace file, usage, steering.",
-            labels=["listener"],
-        )
-        for name, count in self._failures.items():
-            failures.add_metric([name], count)
-        yield from (requests, sequences, refusals, failures)
+        yield from (requests, sequences, refusals)
         for field_name, (name, text) in TOKENS.items():
             counter = CounterMetricFamily(f"splitserve_{name}", text, labels=["model_name"])
             counter.add_metric([model], getattr(counts, field_name))

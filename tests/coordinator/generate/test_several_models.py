@@ -22,6 +22,7 @@ from splitserve.coordinator.dialects.responses_store import SqliteResponses
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.adapters import AdapterNames
+from splitserve.coordinator.metrics.request_record import log_request
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.serving import Served
 from splitserve.coordinator.settings import CoordinatorSettings, OtherModel
@@ -141,7 +142,9 @@ async def test_counts_are_each_models_own(http: httpx.AsyncClient, others_dispat
     assert found == {"tiny": 1, "demo": 2}
     workers = [s.labels for s in families["splitserve_workers"].samples]
     assert {labels["model_name"] for labels in workers} == {"tiny", "demo"}
-    assert all("model_name" not in s.labels for s in families["splitserve_overload_limit"].samples)
+    for name in ("splitserve_overload_limit", "splitserve_listener_failures"):
+        assert families[name].samples
+        assert all("model_name" not in sample.labels for sample in families[name].samples)
 
 
 @pytest.mark.parametrize("more", [{}, PADDING], ids=["small", "large"])
@@ -166,6 +169,18 @@ async def test_a_name_that_is_unknown_is_counted_in_every_api(
     assert (await http.post(path, json={**CALLS[path], "model": "none"})).status_code == 404
     (counted,) = server.app.metrics.counts.requests.items()
     assert (counted[0][1], counted[1]) == ("404", 1)
+
+
+async def test_log_lines_name_the_model(
+    http: httpx.AsyncClient, server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for one in server.app.servings.all:
+        one.metrics.listeners.add("request log", log_request)
+    for name in ("sql", "tiny", "gpt-5"):
+        await http.post("/v1/completions", json={"prompt": TEXT, "model": name})
+    fields = [getattr(record, "fields", {}) for record in caplog.records]
+    assert [each["model"] for each in fields if "endpoint" in each] == ["sql", "tiny", "demo"]
 
 
 async def test_operators_pages_are_about_one_model(

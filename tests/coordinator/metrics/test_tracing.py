@@ -50,6 +50,7 @@ async def test_the_clients_trace_goes_on(
     assert request.parent.span_id == 0xB7AD6B7169203331
     assert request.attributes is not None
     assert request.attributes["splitserve.request_id"] == response.headers["x-request-id"]
+    assert request.attributes["gen_ai.request.model"] == "tiny"
     assert request.attributes["gen_ai.usage.output_tokens"] == 5
     assert [event.name for event in request.events] == list(NAMES)
     assert request.context is not None
