@@ -240,9 +240,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         for other in self.other_models:
             values: dict[str, Any] = {name: getattr(other, name) for name in ModelSettings.model_fields}
             if self.trace_folder is not None:
-                values["trace_folder"] = self.trace_folder / other.model_name.replace("/", "_").replace(
-                    "..", "_"
-                )
+                values["trace_folder"] = self.trace_folder / re.sub(r"/|^\.", "_", other.model_name)
             models.append(self.model_copy(update=values))
         return models
 
