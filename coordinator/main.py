@@ -19,7 +19,7 @@ import uvloop
 from ..transport.channels.keys import ClusterKey, KeyFile
 from ..transport.messages.fields import incarnations
 from ..transport.process.heap import settle_heap
-from ..transport.process.vocabulary import vocabulary_name
+from ..transport.process.vocabulary import model_size, vocabulary_name
 from .background import background, follow
 from .generate.reader.allocator import give_memory_back
 from .http.access.operators import make_admin_key
@@ -197,6 +197,7 @@ class _Part:
 def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle, names: frozenset[str]) -> ServedModel:
     """``names``: no adapter may have one of these."""
     lifecycle.pools.vocabulary = vocabulary_name(settings.model)
+    lifecycle.pools.size = model_size(settings.model)
     lifecycle.pools.adapters.taken = names
     return ServedModel.load(
         settings.model,

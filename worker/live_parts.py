@@ -28,7 +28,7 @@ from ..transport.movers.opening import gpu_of, offered, open_targets
 from ..transport.movers.shm import SharedPool
 from ..transport.process.host import advertised_host
 from ..transport.process.otel import Tracing
-from ..transport.process.vocabulary import vocabulary_name
+from ..transport.process.vocabulary import model_size, vocabulary_name
 from ..transport.process.wakeup import Wakeup
 from ..transport.process.worker_trace import WorkerTrace
 from .adapters import AdapterFolder
@@ -97,6 +97,7 @@ def live_parts(
             model.device.type,
             telemetry.name if telemetry is not None else "",
             vocabulary_name(settings.model),
+            model_size(settings.model),
             model.start_phases,
             DRAFT_LAYERS / model.num_layers if settings.mtp else 0.0,
         ),

@@ -81,6 +81,7 @@ class ModelFacts:
     device_type: str = "cpu"
     device_uuid: str = ""
     vocabulary: str = ""  # its tokenizer's, by name
+    size: str = ""  # in words
     start_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of its start, by name
     draft_cost: float = 0.0  # of a token that it drafts, as a share of a step's time; 0: it drafts none
 

@@ -239,6 +239,7 @@ class PlayedRole(ABC):
             max_model_len=process.model.max_model_len,
             vocab_size=process.model.vocab_size,
             vocabulary=process.model.vocabulary,
+            size=process.model.size,
             num_blocks=process.blocks.num_blocks,
             max_num_seqs=settings.max_num_seqs,
             max_batch_tokens=self.max_batch_tokens,

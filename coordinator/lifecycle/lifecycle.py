@@ -150,7 +150,7 @@ class Lifecycle:
         return not request.adapter or self.pools.adapters.serves(request.adapter)
 
     def refused(self, now: float) -> dict[str, str]:
-        """Return the workers that are refused for their wire version or vocabulary, each with a sentence."""
+        """Return the workers that are refused for their wire version or model, each with a sentence."""
         return self._members.refused(now)
 
     # --- operators -----------------------------------------------------------------------------------

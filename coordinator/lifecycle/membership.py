@@ -53,6 +53,11 @@ OTHER_VOCABULARY = (
     "start both with the same --model"
 )
 
+OTHER_SIZE = (
+    "its model has {}, the coordinator's has {}: start both with the same --model, or the worker with the "
+    "control address of its own (--coordinator)"
+)
+
 
 class Membership:
     """Knows which workers are here, and retries the requests of those that go."""
@@ -94,10 +99,14 @@ class Membership:
         """Return why this worker is not taken in; empty: it is."""
         if (holder := self._pools.on_another_host(hello)) is not None:
             return f"a worker on {holder.host.partition('/')[0]} has the name {hello.worker_id}, and lives"
-        if not (hello.vocabulary and self._pools.vocabulary) or hello.vocabulary == self._pools.vocabulary:
-            return ""
-        self._refused[hello.worker_id] = now, OTHER_VOCABULARY
-        return OTHER_VOCABULARY
+        why, ours = "", self._pools
+        if hello.vocabulary and ours.vocabulary and hello.vocabulary != ours.vocabulary:
+            why = OTHER_VOCABULARY
+        elif hello.size and ours.size and hello.size != ours.size:
+            why = OTHER_SIZE.format(hello.size, ours.size)
+        if why:
+            self._refused[hello.worker_id] = now, why
+        return why
 
     def refuse(self, worker_id: WorkerId, hello: OtherVersion, now: float) -> list[Action]:
         """Answer a worker whose wire version is no neighbour of ours."""
@@ -105,7 +114,7 @@ class Membership:
         return [Send(worker_id, OtherVersion())]
 
     def refused(self, now: float) -> dict[str, str]:
-        """Return the workers that are refused for their wire version or vocabulary, each with a sentence."""
+        """Return the workers that are refused for their wire version or model, each with a sentence."""
         self._refused = {
             name: last for name, last in self._refused.items() if now - last[0] < FORGET_REFUSED_S
         }

@@ -44,6 +44,7 @@ class Pools:
         self._kinds: dict[ModelIdentity, int] = {}
         self.lends_decode = True  # decode workers may borrow prompts
         self.vocabulary = ""  # the name of the coordinator's own; empty: it is not compared
+        self.size = ""  # of its model, in words; empty likewise
         self.gap_ended = 0.0  # when workers of both roles were last here again
         self.version = 0  # incremented whenever a worker comes or goes
         self.max_sequence_tokens = 0  # what every worker can hold, or could when there last was one

@@ -130,37 +130,45 @@ async def test_a_worker_of_another_wire_version_is_refused_on_both_sides_and_sho
     dispatcher.stop()
 
 
-async def test_a_worker_of_another_vocabulary_is_refused_on_both_sides_and_shown(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("fact", "sentence"),
+    [
+        ("vocabulary", "its tokenizer.json has another vocabulary"),
+        ("size", "its model has theirs, the coordinator's has ours"),
+    ],
+)
+async def test_a_worker_of_another_model_is_refused_on_both_sides_and_shown(
+    fact: str, sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was taken in, and every answer was wrong text."""
+    """It was taken in, and every answer was wrong text, or another model's."""
     core, dispatcher = _patient()
-    core.pools.vocabulary = "ours"
+    setattr(core.pools, fact, "ours")
     with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
         answers: list[Message] = []
-        for vocabulary in ("theirs", "theirs", "ours"):
-            worker.send(replace(_hello("elsewhere", 1), vocabulary=vocabulary))
+        for name in ("theirs", "theirs", "ours"):
+            worker.send(replace(_hello("elsewhere", 1), **{fact: name}))
             deadline = time.monotonic() + DEADLINE_S
             while not worker.readable:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
             answers += worker.receive(1)
-            if vocabulary == "theirs":
+            if name == "theirs":
                 await asyncio.sleep(2 * TICK_S)
                 assert not core.pools.workers
-                assert "worker p is refused: its tokenizer.json has another vocabulary" in dispatcher.gap()
+                assert f"worker p is refused: {sentence}" in dispatcher.gap()
     assert [type(answer) for answer in answers] == [Alive, Alive, Welcome]
     assert "start both with the same --model" in getattr(answers[0], "misfit", "")
-    assert caplog.text.count("worker p is refused: its tokenizer.json has another vocabulary") == 1
+    assert caplog.text.count(f"worker p is refused: {sentence}") == 1
     dispatcher.stop()
 
 
+@pytest.mark.parametrize("fact", ["vocabulary", "size"])
 @pytest.mark.parametrize("names", [("", "theirs"), ("ours", "")])
-def test_a_vocabulary_without_a_name_is_not_compared(names: tuple[str, str]) -> None:
+def test_what_has_no_name_is_not_compared(names: tuple[str, str], fact: str) -> None:
     """A worker of an earlier version, a GGUF file."""
     core = Lifecycle(7, "hybrid")
-    core.pools.vocabulary, vocabulary = names
-    hello = replace(_hello("elsewhere", 1), vocabulary=vocabulary)
+    setattr(core.pools, fact, names[0])
+    hello = replace(_hello("elsewhere", 1), **{fact: names[1]})
     core.receive(("p", 1), hello, 0.0)
     assert list(core.pools.workers) == [("p", 1)]
 

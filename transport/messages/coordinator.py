@@ -55,6 +55,7 @@ class Hello(Message, frozen=True, kw_only=True):
     max_model_len: Count
     vocab_size: Count
     vocabulary: Annotated[str, Meta(max_length=64)] = ""  # its name; empty: it cannot be compared
+    size: Annotated[str, Meta(max_length=64)] = ""  # of its model, in words; empty likewise
     num_blocks: Count
     max_num_seqs: Count
     max_batch_tokens: Count

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from splitserve.transport.process.vocabulary import vocabulary_name
+from splitserve.transport.process.vocabulary import model_size, vocabulary_name
 
 PIECES = {"a": 0, "b": 1, "ab": 2}
 BPE = {"model": {"type": "BPE", "vocab": PIECES, "merges": ["a b"]}, "added_tokens": []}
@@ -58,3 +58,24 @@ def test_what_cannot_be_read_is_not_compared(tmp_path: Path, text: str) -> None:
 def test_a_gguf_files_is_not_compared(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     assert name_of(tmp_path, BPE) == ""
+
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({**SIZES, "model_type": "llama", "quantization_config": {}}, "2 layers of width 64"),
+        ({"hidden_size": 1, "num_hidden_layers": 1, "text_config": SIZES}, "2 layers of width 64"),
+        ({**SIZES, "hidden_size": None}, ""),
+        ({"num_hidden_layers": 2}, ""),
+        ([], ""),
+    ],
+)
+def test_the_size_of_a_model(tmp_path: Path, config: Any, size: str) -> None:
+    assert model_size(tmp_path) == ""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_size(tmp_path) == size
+    (tmp_path / "model.gguf").touch()
+    assert model_size(tmp_path) == ""
