@@ -32,7 +32,7 @@ class HttpSettings(BaseModel):
         default=8000, ge=0, le=65535, description="Port of the HTTP server; 0: the system chooses."
     )
     open_access: bool = Field(
-        default=False, description="Listen on --host without API keys: open to anyone who reaches it."
+        default=False, description="Listen on --host without API keys, open to everyone."
     )
     allowed_hosts: str = Field(
         default="",
