@@ -23,6 +23,7 @@ import msgspec
 from ..errors import BadMessage
 from . import messages
 from .fields import ITEM_BYTES, WireVersion, is_neighbour
+from .images import MAX_PIXEL_BYTES
 from .messages import Message
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -52,7 +53,7 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     8: (messages.Goodbye, Bounds()),
     16: (messages.Welcome, Bounds()),
     17: (messages.Fenced, Bounds()),
-    18: (messages.Prefill, _TOKENS),
+    18: (messages.Prefill, Bounds(max_bytes=5 * MIB + MAX_PIXEL_BYTES)),
     19: (messages.Cancel, Bounds(max_bytes=MIB)),
     20: (messages.Alive, Bounds()),
     21: (messages.Move, _TOKENS),

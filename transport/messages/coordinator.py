@@ -35,6 +35,7 @@ from .fields import (
     TokenLogprobs,
     WireVersion,
 )
+from .images import MAX_IMAGES, Image
 
 Readings = Annotated[dict[Text, float], Meta(max_length=64)]
 """By name."""
@@ -64,6 +65,7 @@ class Hello(Message, frozen=True, kw_only=True):
     process: Annotated[str, Meta(max_length=256)] = ""  # if it can change its role; it is this worker now
     mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
     home: Literal["", Role] = ""  # of a mixed process: the other role is for borrowed work
+    takes_images: bool = False  # in prompts
 
 
 class Load(Message, frozen=True, kw_only=True):
@@ -220,6 +222,15 @@ class Prefill(Message, frozen=True, kw_only=True):
     spec: RequestSpec
     decode: Peer
     num_prefix_blocks: Count = 0  # leading ones that another worker sends, by SendPrefix
+    images: Annotated[tuple[Image, ...], Meta(max_length=MAX_IMAGES)] = ()  # in the order of the prompt
+
+    def check(self) -> None:
+        end = 0
+        for image in self.images:
+            image.check()
+            if not end <= image.first <= image.first + image.num_tokens <= self.spec.num_prompt_tokens:
+                raise ValueError(f"an image of tokens {image.first} to {image.first + image.num_tokens}")
+            end = image.first + image.num_tokens
 
 
 class SendPrefix(Message, frozen=True, kw_only=True):
