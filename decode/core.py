@@ -219,7 +219,13 @@ class DecodeCore(RoleCore[ReceiverAction | SenderAction, DecodeStep]):
             return
         tokens = u32_array(spec.token_ids)
         output = [*tokens[spec.num_prompt_tokens :], join.handoff.token]
-        state = SamplingState(spec.sampling, tokens[: spec.num_prompt_tokens], output, adapter=spec.adapter)
+        state = SamplingState(
+            spec.sampling,
+            tokens[: spec.num_prompt_tokens],
+            output,
+            adapter=spec.adapter,
+            rope_shift=spec.rope_shift,
+        )
         last_hash = join.last_hash or root_hash(self._kv_name, spec.salt, spec.adapter)
         self._actions.append(ToCoordinator(join.message(len(output) - 1)))
         self.scheduler.join(

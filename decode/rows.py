@@ -84,9 +84,10 @@ class DecodeRows:
         self._indices = np.zeros(max_num_seqs, np.uint32)
         self._last_indices = np.zeros(max_num_seqs, np.int64)
         self._dispatches = np.zeros(max_num_seqs, np.uint32)
+        self._rope_shifts = np.zeros(max_num_seqs, np.int32)
         self._columns = (
             self._tokens, self._fed_from, self._positions, self._slots, self._indices, self._last_indices,
-            self._dispatches,
+            self._dispatches, self._rope_shifts,
         )  # fmt: skip
         self.beginning: set[DecodeSequence] = set()
         """Their next token begins a block that they have not got yet."""
@@ -100,6 +101,7 @@ class DecodeRows:
         self.sequences.append(sequence)
         self._last_indices[row] = sequence.last_index
         self._dispatches[row] = sequence.key[1]
+        self._rope_shifts[row] = sequence.state.rope_shift
         # what stands for NO_BLOCK is never attended to
         self._tables[row, : len(sequence.blocks)] = np.maximum(sequence.blocks, 0)
         self._states[row, :2] = sequence.states
@@ -155,6 +157,7 @@ class DecodeRows:
             fed_from=fed_from.copy(),
             adapters=adapters_of([sequence.state.adapter for sequence in self.sequences]),
             states=self._batch_states(n),
+            rope=_shifted(positions, self._rope_shifts[:n]),
         )
         filling: list[int] = (seq_lens % self.block_size == 0).nonzero()[0].tolist()
         step = DecodeStep(
@@ -197,6 +200,7 @@ class DecodeRows:
             prompt_logprobs=[None] * len(rows),
             adapters=adapters_of([sequence.state.adapter for sequence in owners]),
             draft_of=np.where(ahead == 1, rows, np.arange(n - 1, n - 1 + len(rows))).astype(np.int32),
+            rope=_shifted(positions, self._rope_shifts[rows]),
         )
         filling: list[int] = (drafted.seq_lens % self.block_size == 0).nonzero()[0].tolist()
         return DecodeStep(
@@ -249,3 +253,7 @@ class DecodeRows:
             self.beginning.discard(sequence)
         else:
             self.beginning.add(sequence)
+
+
+def _shifted(positions: NDArray[np.int32], shifts: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    return positions + shifts if shifts.any() else None

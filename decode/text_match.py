@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..engine.step.batch import SamplingState
+from ..transport.messages.images import FIRST_IMAGE_ID
 
 NUM_MATCHED = 3  # tokens
 MOST_READ = 32  # tokens of a sequence in a call, which the whole batch waits for
@@ -46,12 +47,12 @@ class TextMatch:
         return self._next >= 0 and self._num_read == len(self._prompt) + len(self._output)
 
     def draft(self, count: int, stops: frozenset[int]) -> list[int]:
-        """The next ``count`` tokens, by the match; fewer before one of ``stops``. A match that reaches the
-        text's end goes on with the draft."""
+        """The next ``count`` tokens, by the match; fewer before one of ``stops`` or an image. A match that
+        reaches the text's end goes on with the draft."""
         tokens: list[int] = []
         for at in range(self._next, self._next + count):
             token = self._token(at) if at < self._num_read else tokens[at - self._num_read]
-            if token in stops:
+            if token in stops or token >= FIRST_IMAGE_ID:
                 break
             tokens.append(token)
         return tokens

@@ -118,6 +118,7 @@ def _computing_model(
         launch=runner.launch if on_gpu else None,
         ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),
         start_phases=loaded.phases.seconds,
+        takes_images=loaded.vision is not None,
         adapters=ResidentAdapters(runner.ranks) if loaded.adapters is not None else None,
     )
 

@@ -57,6 +57,7 @@ class LoadedModel:
     pool of its own heads. ``pool``: what this rank computes with."""
 
     adapters: RankAdapters | None = None
+    vision: VisionTower | None = None  # None: prompts have no images
 
     def __init__(self, engine: EngineConfig, rank: Rank = ALONE, first: LoadedModel | None = None) -> None:
         """``first``: of rank 0, for the others. Raises EngineError with what to do."""

@@ -36,6 +36,7 @@ class WorkerModel:
     grammars: GrammarCompiler | None = None  # None: it serves no structured output
     ahead_at_layer: int | None = None  # of decode steps: see ``StepThread``
     adapters: ResidentAdapters | None = None
+    takes_images: bool = False  # in prompts
     launch: Launch | None = None  # set where steps run on a GPU
     start_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of its start, by name
 

@@ -50,6 +50,7 @@ class RopeInputs:
     k_norm: Tensor | None = None
     norm_eps: float = 0.0
     kv_scales: Tensor | None = None
+    of_step: bool = False  # ``cos_sin`` has the rows of this step's tokens, for all layers
 
 
 @dataclass(frozen=True, slots=True)

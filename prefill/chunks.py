@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.step.batch import Batch, SamplingState, adapters_of
+from ..engine.step.batch import Batch, ImagePart, SamplingState, adapters_of
 from ..transport.handoff.protocol import Key
+from ..transport.messages.images import FIRST_IMAGE_ID, Image, rope_positions
 from ..transport.messages.messages import Peer, PeerId, RequestSpec
 from .states import ChunkStates, PromptStates, batch_states
 
@@ -39,6 +40,11 @@ class PrefillSequence:
     prefix_by: float = 0.0  # it waits until then for cached blocks from elsewhere; 0: for none
     prefix_of: Key | None = None  # another dispatch, under which these blocks come; None: its own
     from_store: bool = False  # it is the KV store from which they come
+    images: Sequence[Image] = ()
+    rope: NDArray[np.int32] | None = field(init=False)  # see ``rope_positions``
+
+    def __post_init__(self) -> None:
+        self.rope = rope_positions(self.images, self.num_tokens)
 
     @property
     def request_id(self) -> str:
@@ -128,6 +134,15 @@ class Chunk:
     def token_ids(self) -> NDArray[np.int32]:
         return self.sequence.token_ids[self.start : self.end]
 
+    def images(self, row: int) -> Iterator[ImagePart]:
+        """The images of which it has tokens; ``row``: of its first token in the batch."""
+        for image in self.sequence.images:
+            first, end = max(self.start, image.first), min(self.end, image.end)
+            if first < end:
+                before = self.sequence.token_ids[image.first : first]
+                skipped = int((before >= FIRST_IMAGE_ID).sum())
+                yield ImagePart(image, row + first - self.start, first - image.first, end - first, skipped)
+
     @property
     def sampling(self) -> SamplingState | None:
         """None: no token is sampled behind this chunk."""
@@ -180,6 +195,8 @@ def batch_of(chunks: Sequence[Chunk], block_size: int, model_drafts: bool = Fals
     slots = tables[np.arange(len(chunks)).repeat(counts), at_block].astype(np.int64)
     slots *= block_size
     slots += positions - at_block * block_size
+    starts = accumulate(counts, initial=0)
+    images = [part for c, row in zip(chunks, starts, strict=False) for part in c.images(row)]
     return Batch(
         token_ids=np.concatenate([c.token_ids for c in chunks]),
         positions=positions,
@@ -194,6 +211,8 @@ def batch_of(chunks: Sequence[Chunk], block_size: int, model_drafts: bool = Fals
         embeds=[c.embeds for c in chunks],
         states=batch_states(states) if (states := [c.states for c in chunks if c.states]) else None,
         next_ids=next_ids,
+        rope=_rope_of(chunks, positions, images),
+        images=images,
     )
 
 
@@ -207,6 +226,7 @@ def _batch_of_one(chunk: Chunk, block_size: int, next_ids: NDArray[np.int32] | N
     slots = np.add.outer(starts, np.arange(block_size)).ravel()[
         chunk.start - first * block_size : chunk.end - first * block_size
     ]
+    images = list(chunk.images(0))
     return Batch(
         token_ids=chunk.token_ids.copy(),
         positions=positions,
@@ -221,4 +241,20 @@ def _batch_of_one(chunk: Chunk, block_size: int, next_ids: NDArray[np.int32] | N
         embeds=[chunk.embeds],
         states=batch_states([chunk.states]) if chunk.states else None,
         next_ids=next_ids,
+        rope=_rope_of([chunk], positions, images),
+        images=images,
     )
+
+
+def _rope_of(
+    chunks: Sequence[Chunk], positions: NDArray[np.int32], images: Sequence[ImagePart]
+) -> NDArray[np.int32] | None:
+    """``Batch.rope``: by axes only where there are images."""
+    if all(chunk.sequence.rope is None for chunk in chunks):
+        return None
+    rope, row = positions[None].repeat(3, 0), 0
+    for chunk in chunks:
+        if chunk.sequence.rope is not None:
+            rope[:, row : row + chunk.count] = chunk.sequence.rope[:, chunk.start : chunk.end]
+        row += chunk.count
+    return rope if images else rope[0]

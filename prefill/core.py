@@ -249,7 +249,7 @@ class PrefillCore(RoleCore[SenderAction | ReceiverAction, PrefillStep]):
         elif not self.adapters.has(spec.adapter):
             self._report_failed(key, "handoff_failed", LACKS.format(self.worker[0]))
         else:
-            sequence = self.scheduler.add(spec, message.decode, now)
+            sequence = self.scheduler.add(spec, message.decode, now, message.images)
             if key not in self.receiver.leases.joined:  # else its prefix is here already
                 num_blocks = message.num_prefix_blocks - self.blocks.match_prefix(sequence.hashes)
                 num_tokens = max(0, num_blocks) * self.scheduler.block_size

@@ -19,7 +19,7 @@ the pool in this way while there are prompts for others: it slows its own reques
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from ..engine.role_core import SizeLimit
 from ..engine.step.batch import SamplingState
 from ..transport.handoff.protocol import Key
 from ..transport.messages.blocks import chain, root_hash
+from ..transport.messages.images import Image
 from ..transport.messages.messages import Peer, PeerId, RequestSpec, u32_array
 from ..transport.messages.prompt_order import prompt_rank
 from .chunks import Chunk, PrefillSequence, PrefillStep, batch_of
@@ -94,9 +95,10 @@ class PrefillScheduler:
         chunks = (chunk.states for step in self._in_flight for chunk in step.chunks)
         yield from (states.snapshot for states in chunks if states)
 
-    def add(self, spec: RequestSpec, decode: Peer, now: float) -> PrefillSequence:
-        """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to
-        that)."""
+    def add(
+        self, spec: RequestSpec, decode: Peer, now: float, images: Sequence[Image] = ()
+    ) -> PrefillSequence:
+        """Takes a prompt in, of at least one token; the coordinator saw to it that it fits the model."""
         tokens = u32_array(spec.token_ids)
         prompt, output = tokens[: spec.num_prompt_tokens], tokens[spec.num_prompt_tokens :].tolist()
         sequence = PrefillSequence(
@@ -106,6 +108,7 @@ class PrefillScheduler:
             token_ids=np.frombuffer(spec.token_ids, "<u4").astype(np.int32),
             hashes=chain(root_hash(self._kv_name, spec.salt, spec.adapter), spec.token_ids, self.block_size),
             state=SamplingState(spec.sampling, prompt, output, adapter=spec.adapter),
+            images=images,
             arrival=now,
             deadline=now + spec.deadline_s,
         )

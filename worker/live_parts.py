@@ -99,6 +99,7 @@ def live_parts(
             vocabulary_name(settings.model),
             model_size(settings.model),
             model.start_phases,
+            model.takes_images,
             DRAFT_LAYERS / model.num_layers if settings.mtp else 0.0,
         ),
         BlockManager(model.num_blocks),

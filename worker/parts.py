@@ -83,6 +83,7 @@ class ModelFacts:
     vocabulary: str = ""  # its tokenizer's, by name
     size: str = ""  # in words
     start_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of its start, by name
+    takes_images: bool = False  # in prompts
     draft_cost: float = 0.0  # of a token that it drafts, as a share of a step's time; 0: it drafts none
 
 

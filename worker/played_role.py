@@ -248,6 +248,7 @@ class PlayedRole(ABC):
             mixed=host.mixed if host else False,
             home=host.home if host else "",
             peer_address=self._receiving.address,
+            takes_images=process.model.takes_images,
         )
 
     def _meet(self) -> Meet:

@@ -34,8 +34,8 @@ from .layers import LayerLoader
 from .prediction_layer import PredictionLayer, check_layer
 from .ranks import of_rank
 from .recurrent_layer import RecurrentLayer, run_recurrent
-from .rope import cos_sin_table, query_factors
-from .step_inputs import AttentionMetadata, StepInputs
+from .rope import cos_sin_table, query_factors, rows_of_axes
+from .step_inputs import AttentionMetadata, StepImages, StepInputs
 from .tensors import expected_tensors, ignored_tensors
 
 
@@ -110,6 +110,7 @@ class DecoderModel:
         pool: Tensor,
         rows: Tensor | None,
         on_layer: Callable[[int], None] | None = None,
+        images: StepImages | None = None,
     ) -> Tensor:
         """Run the batch, write its keys and values to ``pool``, and return the final hidden states [n, E] of
         ``rows``.
@@ -123,7 +124,9 @@ class DecoderModel:
         For other rows the last layer computes keys and values only: that saves 1 / num_layers of a prefill.
         """
         residual = self.embed(token_ids)
-        if rows is None and self._fused is not None and len(token_ids) < self._fused.rows:
+        if images is not None:
+            residual.index_copy_(0, images.rows, images.features)
+        elif rows is None and self._fused is not None and len(token_ids) < self._fused.rows:
             return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
         if on_layer is not None:
             on_layer(0)
@@ -131,10 +134,10 @@ class DecoderModel:
         if self._expands is not None and len(token_ids) >= FEWEST_TOKENS:
             inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
         if rows is None and inputs.chunks is not None and self.prediction is not None:
-            hidden = self.run_layers(0, last + 1, None, residual, inputs, pool, on_layer)
+            hidden = self.run_layers(0, last + 1, None, residual, inputs, pool, on_layer, images)
             assert hidden is not None
             return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
-        hidden = self.run_layers(0, last, None, residual, inputs, pool, on_layer)
+        hidden = self.run_layers(0, last, None, residual, inputs, pool, on_layer, images)
         q = self.project_last(hidden, residual, inputs, pool)
         if on_layer is not None:
             on_layer(last + 1)
@@ -161,11 +164,16 @@ class DecoderModel:
 
     def inputs(self, metadata: AttentionMetadata) -> StepInputs:
         c, m, scales = self._config, metadata, self._kv_scales
+        positions, table = m.positions if m.rope is None else m.rope, self._tables[c.ropes[0]]
+        of_step = positions.dim() > 1
+        if of_step:
+            table = rows_of_axes(table, c.ropes[0], positions)
+            positions = torch.arange(len(table), dtype=torch.int32, device=table.device)
         return StepInputs(
             RopeInputs(
-                m.positions, m.slot_mapping, self._tables[c.ropes[0]],
+                positions, m.slot_mapping, table,
                 c.num_heads, c.num_kv_heads, c.head_dim,
-                norm_eps=c.rms_norm_eps, kv_scales=scales,
+                norm_eps=c.rms_norm_eps, kv_scales=scales, of_step=of_step,
             ),
             AttentionInputs(
                 m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention,
@@ -184,6 +192,7 @@ class DecoderModel:
         inputs: StepInputs,
         pool: Tensor,
         on_layer: Callable[[int], None] | None = None,
+        images: StepImages | None = None,
     ) -> Tensor | None:
         """Layers [first, last). ``hidden`` [T, E], of the layer before, is not yet added to ``residual``, nor
         is the result; None: no layer has run."""
@@ -198,6 +207,8 @@ class DecoderModel:
             if on_layer is not None:
                 on_layer(index)
             hidden = layer.attend_and_mix(q, residual, pool, inputs.attention)
+            if images is not None and index <= len(images.deep):
+                residual.index_add_(0, images.rows, images.deep[index - 1])
         return hidden
 
     def project_last(

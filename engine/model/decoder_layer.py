@@ -120,7 +120,8 @@ class DecoderLayer:
         """
         qkv = self._input_norm.into(self._qkv, hidden, residual)  # [T, (H + 2 KVH) D]
         num_kv_heads, head_dim = self._heads
-        rope = replace(rope, cos_sin=self._cos_sin, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        cos_sin = rope.cos_sin if rope.of_step else self._cos_sin
+        rope = replace(rope, cos_sin=cos_sin, num_kv_heads=num_kv_heads, head_dim=head_dim)
         if self._value_norm is not None:
             values = qkv[:, -num_kv_heads * head_dim :]
             rows = values.reshape(-1, head_dim).contiguous()

@@ -96,6 +96,17 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor
     return torch.cat((cos, sin), dim=1)
 
 
+def rows_of_axes(table: Tensor, rope: RopeConfig, positions: Tensor) -> Tensor:
+    """float32 [n, head_dim]: ``cos_sin_table``'s row of each token, each pair's angle by the position on its
+    axis. ``positions`` int32 [3, n]: see ``rope_positions``."""
+    rows = table[positions[0]]
+    half = table.shape[1] // 2
+    axes = torch.tensor(rope.axes + (0,) * (half - len(rope.axes)), device=table.device).repeat(2)
+    for axis in (1, 2):
+        rows = torch.where(axes == axis, table[positions[axis]], rows)
+    return rows
+
+
 def query_factors(rope: RopeConfig, max_model_len: int) -> Tensor | None:
     """float32 [max_model_len], by position: 1 + beta ln(1 + floor(position / original length)); None: all
     are 1."""

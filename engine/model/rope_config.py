@@ -39,6 +39,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     turned: int = 0  # proportional: leading pairs that turn; the others have the angle 0
     query_beta: float = 0.0  # Llama 4: queries grow with the logarithm of their position
+    axes: tuple[int, ...] = ()  # Qwen-VL: by pair, the axis whose position turns it, see ``rope_positions``
 
     def for_length(self, max_model_len: int) -> RopeConfig:
         """Return the parameters for sequences of up to this length. Longrope's factors differ by it, and so
@@ -120,10 +121,10 @@ def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> Ro
             f"config.json: partial_rotary_factor {share!r:.100} must leave an even number of up to "
             f"{head_dim} rotated numbers of each head, not {rotary_dim}"
         )
-    own = RopeConfig(rotary_dim, interleaved)
+    own = RopeConfig(rotary_dim, interleaved, axes=_axes(parameters, rotary_dim // 2))
     theta = _positive("rope_theta", parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
-    if kind == "mrope":  # of images: a token of text has one position in place of three
+    if kind == "mrope":  # see ``axes``: on words it is the default
         kind = "default"
     if kind == "dynamic" and (alpha := parameters.get("alpha")):  # Hunyuan's, for every length
         kind, theta = "default", theta * _positive("alpha", alpha) ** (rotary_dim / (rotary_dim - 2))
@@ -158,6 +159,18 @@ def _rope_config(config: dict[str, Any], head_dim: int, interleaved: bool) -> Ro
         truncate=bool(parameters.get("truncate", True)),
         attention_factor=_yarn_attention_factor(parameters, factor) if kind == "yarn" else 1.0,
     )
+
+
+def _axes(parameters: dict[str, Any], num_pairs: int) -> tuple[int, ...]:
+    """Bai et al., Qwen2.5-VL, 2025: one axis behind the other. Qwen3-VL: by turns, as long as there are
+    more."""
+    section = parameters.get("mrope_section")
+    if not isinstance(section, list) or len(section) != 3 or sum(section) != num_pairs:
+        return ()
+    if not parameters.get("mrope_interleaved"):
+        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
+    turns = [(pair % 3, pair // 3) for pair in range(num_pairs)]
+    return tuple(axis if turn < section[axis] else 0 for axis, turn in turns)
 
 
 def _longrope(rope: RopeConfig, parameters: dict[str, Any], ratio: float) -> RopeConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ class AttentionMetadata:
     max_query_len   tokens of the longest chunk; None: the host does not know it, as in a graph
     adapters        int32 [num_tokens], see ``StepSlots``; None: no row has one
     states          of the sequences' recurrent layers; None: the model has none
+    rope            see ``Batch.rope``
     """
 
     positions: Tensor
@@ -35,6 +37,7 @@ class AttentionMetadata:
     max_query_len: int | None = None
     adapters: Tensor | None = None
     states: StateInputs | None = None
+    rope: Tensor | None = None
 
     def of_rows(self, rows: Tensor) -> AttentionMetadata:
         """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
@@ -47,7 +50,21 @@ class AttentionMetadata:
             block_tables=self.block_tables[sequences],
             slot_mapping=self.slot_mapping[rows],
             adapters=None if self.adapters is None else self.adapters[rows],
+            rope=None if self.rope is None else self.rope[..., rows],
         )
+
+
+class StepImages(NamedTuple):
+    """The features of a step's images, which stand in place of the embeddings of their tokens.
+
+    rows     int64 [n]                   their token rows
+    features [n, hidden_size]
+    deep     each [n, hidden_size]       added to the hidden states behind the first layers, one a layer
+    """
+
+    rows: Tensor
+    features: Tensor
+    deep: Sequence[Tensor] = ()
 
 
 class StepInputs(NamedTuple):

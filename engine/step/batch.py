@@ -9,12 +9,13 @@ and decode rows (one token a sequence) are the same thing. Both may be in one ba
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...transport.messages.images import Image
 from ...transport.messages.messages import SamplingParams, TokenLogprobs
 from .constraint import TokenMatcher
 
@@ -32,6 +33,8 @@ class SamplingState:
     """Set before the sequence takes part in a step that samples, where ``params`` has a grammar."""
     adapter: str = ""
     """Names the adapter by its content; empty: the model's own weights alone."""
+    rope_shift: int = 0
+    """Of its outputs: the rope position less the index."""
     plain_greedy: bool = field(init=False)
     """Greedy, and nothing else: an argmax will do (min_tokens is looked at separately by the sampler)."""
 
@@ -90,6 +93,18 @@ class BatchStates:
 
 
 @dataclass(frozen=True, slots=True)
+class ImagePart:
+    """Tokens of a batch that stand for an image: ``count``, from the image's ``first`` and the batch's ``row``
+    on. ``skipped``: the image's features before these."""
+
+    image: Image
+    row: int
+    first: int
+    count: int
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's input.
 
@@ -112,6 +127,9 @@ class Batch:
                                                   last one here, -1: the sampled one; None: -1 for all
     draft_of        int32 [num_seqs] or None      the row whose token this row's input drafts; -1: it is none
     num_drafts      int32 [num_seqs] or None      most tokens that the model drafts behind the sampled one
+    rope            int32 [num_tokens]            rope positions; with images [3, num_tokens], see
+                                                  ``rope_positions``; None: ``positions``
+    images          parts of images, in order
     """
 
     token_ids: NDArray[np.int32]
@@ -130,6 +148,8 @@ class Batch:
     next_ids: NDArray[np.int32] | None = None
     draft_of: NDArray[np.int32] | None = None
     num_drafts: NDArray[np.int32] | None = None
+    rope: NDArray[np.int32] | None = None
+    images: Seq[ImagePart] = ()
 
     @property
     def num_seqs(self) -> int:
@@ -176,6 +196,8 @@ class Batch:
             next_ids=_with(self.next_ids, chunks.next_ids, num_rows, chunks.num_seqs, none=-1),
             draft_of=_with(self.draft_of, chunks.draft_of, num_rows, chunks.num_seqs, none=-1),
             num_drafts=_with(self.num_drafts, chunks.num_drafts, num_rows, chunks.num_seqs, none=0),
+            rope=joined_rope([self, chunks]),
+            images=[replace(part, row=part.row + num_rows) for part in chunks.images],
         )
 
 
@@ -224,6 +246,16 @@ def _with(
         return None
     parts = zip((first, second), lengths, strict=True)
     return np.concatenate([np.full(n, none, np.int32) if part is None else part for part, n in parts])
+
+
+def joined_rope(batches: Seq[Batch]) -> NDArray[np.int32] | None:
+    """Return ``Batch.rope`` of the tokens of these batches, one behind the other."""
+    if all(batch.rope is None for batch in batches):
+        return None
+    parts = [batch.positions if batch.rope is None else batch.rope for batch in batches]
+    if len({part.ndim for part in parts}) > 1:
+        parts = [np.broadcast_to(part, (3, part.shape[-1])) for part in parts]
+    return np.concatenate(parts, axis=-1)
 
 
 def adapters_of(*names: Seq[str]) -> Seq[str]:

@@ -71,6 +71,24 @@ class CudaRecorder:
         return replay
 
 
+class Seldom:
+    """Rows of int32 ``on_device`` that change seldom: they are sent when they do."""
+
+    def __init__(self, on_device: Tensor) -> None:
+        self.on_device = on_device
+        self._there: NDArray[np.int32] = on_device.cpu().numpy().copy()
+
+    def send(self, rows: NDArray[np.int32]) -> None:
+        there = self._there[: len(rows)]
+        if not np.array_equal(there, rows):
+            self.on_device[: len(rows)].copy_(send(torch.from_numpy(rows), self.on_device.device))
+            there[:] = rows
+
+    def forget(self) -> None:
+        """Send all with the next step."""
+        self._there.fill(UNKNOWN)
+
+
 class StepBuffers:
     """The inputs of a decode step of up to ``num_rows`` sequences, in fixed memory on the device.
 
@@ -85,8 +103,10 @@ class StepBuffers:
         device: torch.device,
         adapted: bool = False,
         state_blocks: int = 0,
+        shifted: bool = False,
     ) -> None:
-        """``adapted``: rows may have adapters. ``state_blocks``: of a sequence's state; 0: there is none."""
+        """``adapted``: rows may have adapters. ``state_blocks``: of a sequence's state; 0: there is none.
+        ``shifted``: rope positions may differ from positions."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -103,15 +123,14 @@ class StepBuffers:
         self._slots, self._tables = zeros(num_rows, dtype=torch.int64), zeros(num_rows, max_blocks)
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._tables_there: NDArray[np.int32] = np.zeros((num_rows, max_blocks), np.int32)
-        self._adapters: Tensor | None = None
-        if adapted:
-            self._adapters = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-        self._adapters_there: NDArray[np.int32] = np.full(num_rows, -1, np.int32)
         self._states: StateInputs | None = None
+        self.state_tables: Seldom | None = None
+        self.adapters = Seldom(zeros(num_rows) - 1) if adapted else None
+        self.rope_shifts = Seldom(zeros(num_rows)) if shifted else None
+        self._rope = zeros(num_rows)
         if state_blocks:
-            tables = zeros(num_rows, 3, state_blocks)
+            self.state_tables = Seldom(tables := zeros(num_rows, 3, state_blocks))
             self._states = StateInputs(self._query_start_loc, tables, zeros(num_rows), zeros(num_rows))
-        self._states_there: NDArray[np.int32] = np.zeros((num_rows, 3, state_blocks), np.int32)
         self._last: Tensor | None = None  # the tokens sampled by the step whose lengths are on the device
 
     def fill(self, batch: Batch | None, num_rows: int, sampled_last: Tensor | None = None) -> None:
@@ -141,20 +160,6 @@ class StepBuffers:
             sampled_last = sampled_last[: len(self._sampled)]
             self._sampled[: len(sampled_last)].copy_(sampled_last)
 
-    def send_adapters(self, slots: NDArray[np.int32]) -> None:
-        """Send ``StepSlots`` of the first rows. They change seldom."""
-        there = self._adapters_there[: len(slots)]
-        if self._adapters is not None and not np.array_equal(there, slots):
-            self._adapters[: len(slots)].copy_(send(torch.from_numpy(slots), self._adapters.device))
-            there[:] = slots
-
-    def send_states(self, tables: NDArray[np.int32]) -> None:
-        """Send ``StateInputs.tables`` of the first rows. A sequence's change when it joins."""
-        n = len(tables)
-        if self._states is not None and not np.array_equal(self._states_there[:n], tables):
-            self._states.tables[:n].copy_(send(torch.from_numpy(tables), self._states.tables.device))
-            self._states_there[:n] = tables
-
     def advance(self, num_rows: int) -> None:
         """Derive the inputs of the first ``num_rows`` rows from the words that ``fill`` has sent."""
         from ...kernels.gpu.step_inputs import advance  # which needs Triton
@@ -163,6 +168,9 @@ class StepBuffers:
             self._packed, self._sampled, self._accepted, self._token_ids, self._positions, self._seq_lens,
             self._slots, self._tables, num_rows, self._block_size,
         )  # fmt: skip
+        if self.rope_shifts is not None:
+            torch.add(self._positions, self.rope_shifts.on_device, out=self._rope)
+            self._rope.clamp_(min=0)  # rows of padding
         if self._states is not None:  # of p tokens it is copy p % 2, see decode/sequences.py
             copies = torch.where(self._seq_lens > 0, self._positions % 2, PADDING)
             self._states.source.copy_(copies)
@@ -174,8 +182,9 @@ class StepBuffers:
     def forget(self) -> None:
         """Send everything with the next step: this one may have failed halfway."""
         self._tables_there.fill(UNKNOWN)
-        self._adapters_there.fill(UNKNOWN)
-        self._states_there.fill(UNKNOWN)
+        for column in (self.adapters, self.rope_shifts, self.state_tables):
+            if column is not None:
+                column.forget()
         self._last = None
 
     def inputs(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
@@ -184,13 +193,14 @@ class StepBuffers:
             column[:num_rows] for column in (self._positions, self._seq_lens, self._slots, self._tables)
         )
         starts = self._query_start_loc[: num_rows + 1]
-        adapters = None if self._adapters is None else self._adapters[:num_rows]
+        adapters = None if self.adapters is None else self.adapters.on_device[:num_rows]
         states = self._states
         if states is not None:
             rows = states.tables[:num_rows], states.source[:num_rows], states.marks[:num_rows]
             states = StateInputs(starts, *rows)
+        rope = None if self.rope_shifts is None else self._rope[:num_rows]
         return self._token_ids[:num_rows], AttentionMetadata(
-            positions, starts, seq_lens, tables, slots, max_query_len=None, adapters=adapters, states=states
+            positions, starts, seq_lens, tables, slots, None, adapters, states, rope
         )
 
 
@@ -208,10 +218,13 @@ class DecodeGraphs:
         record: Recorder,
         adapted: bool = False,
         state_blocks: int = 0,
+        shifted: bool = False,
     ) -> None:
-        """``adapted``, ``state_blocks``: see ``StepBuffers``."""
+        """``adapted``, ``state_blocks``, ``shifted``: see ``StepBuffers``."""
         self._buckets = buckets_up_to(max_num_seqs)
-        self._buffers = StepBuffers(self._buckets[-1], max_blocks, block_size, device, adapted, state_blocks)
+        self._buffers = StepBuffers(
+            self._buckets[-1], max_blocks, block_size, device, adapted, state_blocks, shifted
+        )
         self._buffers.fill(None, 1)
         self._replays: dict[int, Replay] = {}
         start = time.monotonic()
@@ -240,7 +253,7 @@ class DecodeGraphs:
         the step before that it is fed from. A prompt's last token by itself may have its state elsewhere."""
         most, states = self._buckets[-1], batch.states
         fed = batch.fed_from is None or int(batch.fed_from.max(initial=-1)) < most
-        if not (fed and batch.num_seqs <= most and batch.only_decodes):
+        if not (fed and batch.num_seqs <= most and batch.only_decodes) or batch.images:
             return False
         return states is None or not (states.marks.any() or (states.source != batch.positions % 2).any())
 
@@ -254,10 +267,13 @@ class DecodeGraphs:
         size = next(size for size in self._buckets if size >= n)
         try:
             self._buffers.fill(batch, size, sampled_last)
-            if slots is not None:
-                self._buffers.send_adapters(slots)
-            if batch.states is not None:
-                self._buffers.send_states(batch.states.tables)
+            if self._buffers.adapters is not None and slots is not None:
+                self._buffers.adapters.send(slots)
+            if self._buffers.state_tables is not None and batch.states is not None:
+                self._buffers.state_tables.send(batch.states.tables)
+            if self._buffers.rope_shifts is not None:
+                rope = batch.positions if batch.rope is None else batch.rope
+                self._buffers.rope_shifts.send(rope - batch.positions)
             logits = self._replays[size]()[:n]
         except Exception:
             self._buffers.forget()

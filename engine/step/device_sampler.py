@@ -22,7 +22,7 @@ from ...kernels.gumbel_noise import hashed_seed
 from ...transport.messages.messages import TokenLogprobs
 from ..device import bring, send, send_all
 from .batch import SamplingState
-from .sampler import SampledRows
+from .sampler import SampledRows, distinct_words
 
 
 class DeviceSampler:
@@ -195,7 +195,7 @@ def _counted(sampled: SampledRows, penalized: Sequence[int], vocab_size: int) ->
     for slot, row in enumerate(penalized):
         state, start = sampled.states[row], slot * vocab_size
         count = state.num_outputs_before(int(sampled.positions[row]))
-        prompts.append(start + np.unique(np.array(state.prompt_token_ids, np.int64)))
+        prompts.append(start + distinct_words(state.prompt_token_ids))
         outputs = np.array(state.output_token_ids[: max(0, count - 1)], np.int64)
         ids, often = np.unique(outputs, return_counts=True)
         generated.append(start + ids)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.states import StateInputs
+from ...transport.messages.images import FIRST_IMAGE_ID
 from ..device import send_all
 from ..errors import DeviceLostError
 from ..model.step_inputs import AttentionMetadata
@@ -24,6 +25,8 @@ STATES = ("tables", "source", "marks")
 def metadata_arrays(batch: Batch) -> dict[str, NDArray[np.int32] | NDArray[np.int64]]:
     """What ``attention_metadata`` needs on the device, by name."""
     arrays = {name: getattr(batch, name) for name in METADATA}
+    if batch.rope is not None:
+        arrays["rope"] = batch.rope
     if batch.states is not None:
         arrays |= {f"state {name}": getattr(batch.states, name) for name in STATES}
     return arrays
@@ -39,7 +42,10 @@ def send_batch(
 ) -> tuple[Tensor, AttentionMetadata, Tensor, Tensor]:
     """In one copy: token ids int32 [num_tokens], with those of ``sampled_last`` that the step before has
     sampled for them; metadata; and as indices the token rows ``rows`` and the sequences ``sampled``."""
-    arrays = metadata_arrays(batch) | {"token_ids": batch.token_ids, "fed_from": batch.fed_from}
+    words = batch.token_ids
+    if batch.images:
+        words = np.where(words < FIRST_IMAGE_ID, words, 0)
+    arrays = metadata_arrays(batch) | {"token_ids": words, "fed_from": batch.fed_from}
     arrays |= {"rows": np.array(rows, np.int64), "sampled": np.array(sampled, np.int64)}
     arrays["adapters"] = slots
     columns = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
@@ -85,5 +91,6 @@ def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMet
         **{name: sent[name] for name in METADATA},
         max_query_len=1 if batch.num_tokens == batch.num_seqs else int(np.diff(batch.query_start_loc).max()),
         adapters=sent.get("adapters"),
+        rope=sent.get("rope"),
         states=states,
     )

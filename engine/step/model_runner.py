@@ -24,6 +24,7 @@ from ..ranks.threads import AllRanks, written_by_all
 from .batch import Batch, StepOutput
 from .computed import ComputedStep, embeddings_of, no_tokens
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder
+from .images import StepFeatures
 from .metadata import once_only, send_batch
 from .next_drafts import NO_DRAFTS, Drafts, NextDrafts, StepHidden
 from .prefill_graphs import PrefillGraphs
@@ -43,7 +44,7 @@ class ModelRunner:
 
     def __init__(self, engine: EngineConfig, loaded: LoadedModel | None = None) -> None:
         """``loaded``: of a rank other than 0; the runner of rank 0 makes theirs."""
-        ranks = load_ranks(engine) if loaded is None else [loaded]
+        self.ranks = ranks = load_ranks(engine) if loaded is None else [loaded]
         self.loaded = loaded = ranks[0]
         self.config, self.device, self.phases = loaded.config, loaded.device, loaded.phases
         self.kv_cache, self.max_model_len = loaded.kv_cache, loaded.max_model_len
@@ -54,12 +55,12 @@ class ModelRunner:
         self._next_drafts: NextDrafts | None = None
         if (layer := self._model.prediction) is not None:
             self._next_drafts = NextDrafts(self._model, layer, loaded.pool, loaded.layout.num_layers)
+        self._images = StepFeatures(loaded.vision, self.device)
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # the last step's tokens
         self._arrived_last: Arrival = lambda: ()  # waits for them on the host
         runners = [self, *(ModelRunner(engine, other) for other in ranks[1:])]
-        self.ranks = ranks
         self._all = AllRanks(runners, [each.rank for each in ranks], self.device.type == "cuda")
 
     def capture(self, record: Recorder) -> None:
@@ -79,6 +80,7 @@ class ModelRunner:
                     record,
                     self.loaded.adapters is not None,
                     self.loaded.layout.state_blocks,
+                    self.loaded.vision is not None and bool(self.config.ropes[0].axes),
                 )
                 self.phases.done("decode graphs")
             whole = self._next_drafts is not None  # a prefill graph leaves no hidden states of all its rows
@@ -174,7 +176,8 @@ class ModelRunner:
         )
         every_row = batch.only_decodes or rows == list(range(batch.num_tokens))
         wanted = None if every_row or self._next_drafts is not None else index
-        hidden = self._model.forward(token_ids, metadata, self.loaded.pool, wanted, on_layer)
+        pool, images = self.loaded.pool, self._images.of(batch)
+        hidden = self._model.forward(token_ids, metadata, pool, wanted, on_layer, images)
         whole = StepHidden(hidden, token_ids, metadata) if wanted is None else None
         if wanted is None and not every_row:
             hidden = hidden[index]

@@ -207,6 +207,8 @@ class PrefillGraphs:
             return None
         if any(count is not None for count in batch.prompt_logprobs) or any(batch.embeds):
             return None  # a graph leaves nothing but logits
+        if batch.images or batch.rope is not None:
+            return None
         for graph in self._graphs:
             if batch.num_tokens <= graph.num_tokens and batch.num_seqs < graph.num_seqs:
                 return graph

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...kernels.gumbel_noise import noise_key
 from ...kernels.interface import HostKernels
+from ...transport.messages.images import FIRST_IMAGE_ID
 from ...transport.messages.messages import TokenLogprobs
 from .batch import Batch, SamplingState
 
@@ -187,10 +188,16 @@ def _report_row(row: Tensor, token: int, count: int, asked: Sequence[int]) -> To
     return TokenLogprobs(own, tuple(top.indices.tolist()), tuple((top.values - norm).tolist()))
 
 
+def distinct_words(token_ids: Sequence[int]) -> NDArray[np.int64]:
+    """int64: each id once, without those of images."""
+    ids = np.unique(np.array(token_ids, np.int64))
+    return ids[ids < FIRST_IMAGE_ID]
+
+
 def _penalize_repetition(row: Tensor, token_ids: Sequence[int], penalty: float) -> None:
     """Keskar et al., CTRL, 2019: a seen token's logit is divided by the penalty where positive, multiplied
     where negative."""
-    seen = torch.from_numpy(np.unique(np.array(token_ids, dtype=np.int64))).to(row.device)
+    seen = torch.from_numpy(distinct_words(token_ids)).to(row.device)
     logits = row[seen]
     row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
 

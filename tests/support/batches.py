@@ -46,6 +46,7 @@ class HandSequence:
     output: list[int] = field(default_factory=list)
     matcher: TokenMatcher | None = None
     adapter: str = ""
+    rope_shift: int = 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -69,6 +70,7 @@ def make_batch(
         tables[row, p // block_size].astype(np.int64) * block_size + p % block_size
         for row, p in enumerate(positions)
     ]
+    shifts = np.repeat([s.rope_shift for s, _ in steps], [n for _, n in steps]).astype(np.int32)
     done = [s.num_computed + n == len(s.token_ids) for s, n in steps]
     next_ids = [s.prompt[s.num_computed + 1 : s.num_computed + n + 1] for s, n in steps]
     return Batch(
@@ -85,6 +87,7 @@ def make_batch(
         prompt_logprobs=[prompt_logprobs] * len(steps) if prompt_logprobs is not None else (),
         next_prompt_ids=next_ids if prompt_logprobs is not None else (),
         adapters=adapters_of([s.adapter for s, _ in steps]),
+        rope=np.maximum(np.concatenate(positions) + shifts, 0) if shifts.any() else None,
     )
 
 

@@ -228,9 +228,9 @@ class Prefill(Message, frozen=True, kw_only=True):
         end = 0
         for image in self.images:
             image.check()
-            if not end <= image.first <= image.first + image.num_tokens <= self.spec.num_prompt_tokens:
-                raise ValueError(f"an image of tokens {image.first} to {image.first + image.num_tokens}")
-            end = image.first + image.num_tokens
+            if not end <= image.first < image.end <= self.spec.num_prompt_tokens:
+                raise ValueError(f"images: one is of tokens {image.first} to {image.end}")
+            end = image.end
 
 
 class SendPrefix(Message, frozen=True, kw_only=True):

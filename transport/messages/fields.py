@@ -184,6 +184,8 @@ class RequestSpec(Message, frozen=True, kw_only=True):
     def check(self) -> None:
         if self.num_prompt_tokens > self.num_tokens:
             raise ValueError(f"{self.num_prompt_tokens} prompt tokens in {self.num_tokens} tokens")
+        if self.num_prompt_tokens + self.rope_shift < 0:
+            raise ValueError(f"rope_shift {self.rope_shift} behind {self.num_prompt_tokens} prompt tokens")
 
 
 class ModelIdentity(Message, frozen=True, kw_only=True):

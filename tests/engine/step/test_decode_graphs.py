@@ -43,7 +43,11 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2)
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
-    make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
+    return make_runner(tmp_path, monkeypatch, "llama3")
+
+
+def make_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> ModelRunner:
+    make_checkpoint(tmp_path, family, num_hidden_layers=1)
     monkeypatch.setattr(
         loaded_model,
         "select_kernels",
@@ -118,6 +122,24 @@ def test_replayed_steps_are_the_plain_ones(runner: ModelRunner) -> None:
     assert torch.equal(
         runner.kv_cache.pool.isnan(), pool.isnan()
     )  # nothing but the sequences' own slots was written
+
+
+def test_rope_positions_behind_images_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(tmp_path, monkeypatch, "qwen3_vl")
+    monkeypatch.setattr(runner.loaded, "vision", object())
+
+    def tokens() -> list[list[int]]:
+        sequences = prompts(9, 12, 18)
+        for sequence, shift in zip(sequences, (0, -4, -9), strict=True):
+            sequence.rope_shift = shift
+        run(runner, sequences, [9, 12, 18])
+        for rows in ((0, 1, 2), (2, 1), (0, 1), (2,)):
+            run(runner, [sequences[row] for row in rows], [1] * len(rows))
+        return [sequence.output for sequence in sequences]
+
+    plain = tokens()
+    runner.capture(replayed([]))
+    assert tokens() == plain
 
 
 @pytest.mark.parametrize("launched", [False, True])

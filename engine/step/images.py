@@ -1,0 +1,64 @@
+"""The features of a step's images."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...transport.messages.images import FIRST_IMAGE_ID, Image
+from ..device import send
+from ..errors import EngineError
+from ..model.step_inputs import StepImages
+from .batch import Batch, ImagePart
+
+if TYPE_CHECKING:
+    from ..vision.tower import ImageFeatures, VisionTower
+
+MOST_KEPT = 8  # images whose prompts have begun, of which some may have been cancelled
+
+
+class StepFeatures:
+    """Each image is computed alone, with the first chunk that has tokens of it: its bits depend on nothing
+    else. Its features are kept until its last chunk."""
+
+    def __init__(self, tower: VisionTower | None, device: torch.device) -> None:
+        self._tower, self._device = tower, device
+        self._kept: OrderedDict[int, tuple[Image, ImageFeatures]] = OrderedDict()  # by the image's id
+
+    def of(self, batch: Batch) -> StepImages | None:
+        """None: the batch has none. Raises EngineError."""
+        if not batch.images:
+            return None
+        if self._tower is None:
+            raise EngineError("this worker takes no images")
+        parts = [self._of_part(batch, part) for part in batch.images]
+        rows, features, *deep = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        return StepImages(rows, features, deep)
+
+    def _of_part(self, batch: Batch, part: ImagePart) -> list[Tensor]:
+        image, tokens = part.image, batch.token_ids[part.row : part.row + part.count]
+        if (kept := self._kept.pop(id(image), None)) is None:
+            kept = image, self._compute(image)
+        features = kept[1]
+        if part.first + part.count < image.num_tokens:
+            self._kept[id(image)] = kept
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        rows = part.row + (tokens >= FIRST_IMAGE_ID).nonzero()[0]
+        own = slice(part.skipped, part.skipped + len(rows))
+        if own.stop > len(features.rows):
+            raise EngineError(
+                f"an image of {image.width} x {image.height} has {len(features.rows)} features, and more "
+                "tokens in its prompt: do the coordinator and this worker read the same model files?"
+            )
+        columns = [features.rows[own], *(layer[own] for layer in features.deep)]
+        return [send(torch.from_numpy(rows), self._device), *columns]
+
+    def _compute(self, image: Image) -> ImageFeatures:
+        assert self._tower is not None, "see ``of``"
+        pixels = torch.from_numpy(np.frombuffer(bytearray(image.pixels), np.uint8))
+        return self._tower(send(pixels, self._device).view(image.height, image.width, 3))
