@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
 from ..errors import WrongField
+from ..generate.bodies.content import BASE64
 from ..generate.bodies.fields import INT64, Body, invalid, schema
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.tools import MAX_TOOLS
@@ -16,6 +18,7 @@ from ..generate.bodies.tools import MAX_TOOLS
 MAX_STOP_SEQUENCES = 64
 NEEDED: dict[str, dict[str, type]] = {
     "text": {"text": str},
+    "image": {"source": dict},
     "tool_use": {"id": str, "name": str, "input": dict},
     "tool_result": {"tool_use_id": str},
     "thinking": {"thinking": str},
@@ -23,7 +26,7 @@ NEEDED: dict[str, dict[str, type]] = {
 }
 """The fields that a block of each kind must have, with their types."""
 OF_ROLE = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
@@ -49,13 +52,24 @@ def _block(index: int, block: Any) -> Block:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in NEEDED:
         raise invalid(
-            f"block {index} has type {kind!r}; this server takes {', '.join(NEEDED)} (no images, documents "
-            "or tools that a server runs)"
+            f"block {index} has type {kind!r}; this server takes {', '.join(NEEDED)} (no documents or "
+            "tools that a server runs)"
         )
     for name, type_ in NEEDED[kind].items():
         if not isinstance(block.get(name), type_):
             raise invalid(f"block {index} of type {kind!r} needs a {type_.__name__} `{name}`")
+    if kind == "image" and (block["source"].get("type") != "base64" or not _is_image(block["source"])):
+        raise invalid(f"block {index}: source {SOURCE}")
     return Block(kind, block)
+
+
+SOURCE = "must be of type 'base64' with `data` and `media_type` ('image/png'): this server fetches nothing"
+
+
+def _is_image(source: dict[str, Any]) -> bool:
+    kind, data = source.get("media_type"), source.get("data")
+    named = isinstance(kind, str) and re.fullmatch(r"image/[\w.+-]{1,64}", kind) is not None
+    return named and isinstance(data, str)
 
 
 CONTENT = schema(
@@ -83,11 +97,11 @@ class AnthropicMessage(Body):
         for block in self.content:
             if block.kind == "tool_result":
                 yield _tool_message(block.fields)
-        text = "\n".join(block.fields["text"] for block in self.content if block.kind == "text")
+        content = _content(self.content)
         calls = [_call(block.fields) for block in self.content if block.kind == "tool_use"]
         thought = "".join(block.fields["thinking"] for block in self.content if block.kind == "thinking")
-        if text or calls or self.role == "assistant" or not self.content:
-            message: dict[str, Any] = {"role": self.role, "content": text}
+        if content or calls or self.role == "assistant" or not self.content:
+            message: dict[str, Any] = {"role": self.role, "content": content}
             if calls:
                 message["tool_calls"] = calls
             if thought:
@@ -227,12 +241,31 @@ class MessagesRequest(CountTokensRequest):
 
 def _tool_message(fields: dict[str, Any]) -> dict[str, Any]:
     blocks = _blocks(fields.get("content") or "")
-    if other := next((block.kind for block in blocks if block.kind != "text"), None):
-        raise ValueError(f"the result of a tool is text on this server, not {other!r}")
-    text = "\n".join(block.fields["text"] for block in blocks)
-    if fields.get("is_error"):
-        text = f"Error: {text}"  # chat templates have no other place for it
-    return {"role": "tool", "tool_call_id": fields["tool_use_id"], "content": text}
+    if other := next((block.kind for block in blocks if block.kind not in SHOWN), None):
+        raise ValueError(f"the result of a tool is text and images on this server, not {other!r}")
+    if fields.get("is_error"):  # chat templates have no other place for it
+        first = blocks[0].fields["text"] if blocks and blocks[0].kind == "text" else None
+        blocks = [Block("text", {"text": f"Error: {first or ''}"}), *blocks[first is not None :]]
+    return {"role": "tool", "tool_call_id": fields["tool_use_id"], "content": _content(blocks)}
+
+
+SHOWN = ("text", "image")
+"""Blocks that are parts of a chat message's content."""
+
+
+def _content(blocks: Sequence[Block]) -> str | list[dict[str, Any]]:
+    """Return a chat message's content: text, or parts in their order where there are images."""
+    blocks = [block for block in blocks if block.kind in SHOWN]
+    if all(block.kind == "text" for block in blocks):
+        return "\n".join(block.fields["text"] for block in blocks)
+    return [_part(block) for block in blocks]
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": block.fields["text"]}
+    source = block.fields["source"]
+    return {"type": "image_url", "image_url": f"data:{source['media_type']}{BASE64}{source['data']}"}
 
 
 def _call(fields: dict[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class OllamaRoutes:
     async def _generate(self, request: Request) -> Response:
         asked = await self._dialect.read(request, OllamaGenerateRequest)
         answer = OllamaAnswer(asked.model, generates=True)
-        if not asked.prompt:
+        if not asked.prompt and not asked.images:
             return self._load(asked, answer)
         body = await self._raw(asked) if asked.raw else self._bounded(asked)
         return await self._respond(request, asked, body, answer)

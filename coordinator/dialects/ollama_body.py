@@ -6,15 +6,19 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ...transport.messages.fields import MAX_TEMPERATURE
+from ...transport.messages.images import MAX_IMAGES
+from ..generate.bodies.content import BASE64
 from ..generate.bodies.fields import INT64, NULL, OWN_SAMPLER, Body, Refused, check_others, invalid, schema
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.sampling import STOP
 from ..generate.bodies.tools import MAX_TOOLS, Tool
 
 LATEST = ":latest"
+Images = Annotated[list[str], Field(max_length=MAX_IMAGES)] | None
+"""In base64; they stand before the text, as in Ollama."""
 IGNORED_OPTIONS = {
     "num_ctx": "how much memory is set aside; the server's context holds, and a longer prompt is refused",
     "num_keep": "of a context that shifts; here an answer ends with the context",
@@ -34,7 +38,7 @@ REFUSED_OPTIONS: Refused = {
     "penalize_newline": ("newlines are penalized as all tokens", (True,)),
 }
 REFUSED: Refused = {
-    "images": ("the server takes text alone", ([],)),
+    "images": ("they stand in messages", ([],)),
     "suffix": ("filling in is not built; send the model's own marks in `prompt` with `raw` true", ("",)),
     "template": ("the server renders with the model's own template", ("",)),
     "context": ("send the conversation to /api/chat", ([],)),
@@ -53,11 +57,6 @@ def _format(value: Any) -> Any:
     if value is None or value in ("", "json") or isinstance(value, dict):
         return value or None
     raise invalid("must be 'json' or a JSON schema, an object")
-
-
-def _no_images(value: list[Any] | None) -> None:
-    if value:
-        raise invalid("the server takes text alone")
 
 
 FORMAT = schema({"enum": ["", "json"]}, {"type": "object"}, NULL)
@@ -115,7 +114,7 @@ class OllamaMessage(Body):
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: Annotated[list[Any] | None, AfterValidator(_no_images)] = None
+    images: Images = None
 
 
 class OllamaRequest(Body):
@@ -190,11 +189,14 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool | None = None
     """The prompt is not put into the chat template."""
+    images: Images = None
 
     @model_validator(mode="after")
     def _raw_is_alone(self) -> Self:
         if self.raw and self.system:
             raise invalid("system: not allowed with `raw` true, whose prompt is all there is")
+        if self.raw and self.images:
+            raise invalid("images: not allowed with `raw` true; the chat template shows where they stand")
         if self.raw and self.logprobs:
             raise invalid("logprobs: not allowed with `raw` true; use /v1/completions")
         return self
@@ -202,7 +204,7 @@ class OllamaGenerateRequest(OllamaRequest):
     def for_chat(self) -> dict[str, Any]:
         """Return the body of the chat completion."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.chat_of([*system, {"role": "user", "content": self.prompt or ""}])
+        return self.chat_of([*system, {"role": "user", "content": _content(self.prompt, self.images)}])
 
     def for_completion(self) -> dict[str, Any]:
         """Return the body of the completion, for a raw prompt."""
@@ -214,7 +216,7 @@ def chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     one: the first of its ``tool_name``, if it has one."""
     found, pending, count = list[dict[str, Any]](), list[tuple[str, str]](), 0
     for message in messages:
-        chat: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        chat: dict[str, Any] = {"role": message.role, "content": _content(message.content, message.images)}
         if message.thinking:
             chat["reasoning_content"] = message.thinking
         for call in message.tool_calls or ():
@@ -229,6 +231,13 @@ def chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
                 chat["name"] = message.tool_name
         found.append(chat)
     return found
+
+
+def _content(text: str | None, images: Images) -> str | list[dict[str, Any]]:
+    if not images:
+        return text or ""
+    shown = [{"type": "image_url", "image_url": f"data:{BASE64}{image}"} for image in images]
+    return [*shown, *([{"type": "text", "text": text}] if text else [])]
 
 
 def _answered(pending: list[tuple[str, str]], name: str | None) -> str:

@@ -6,13 +6,15 @@ import hashlib
 from datetime import UTC, datetime
 from typing import Any
 
+from ..images.rules import NoImages
 from ..text.served_model import ServedModel
 
 
 def capabilities(model: ServedModel) -> list[str]:
     """Return what a model is good for, in Ollama's words."""
     rules, thinking = model.embeddings, ["thinking"] if model.chat_style.thinks else []
-    generates = [] if rules.alone else ["completion", "tools", *thinking]
+    vision = [] if isinstance(model.images, NoImages) else ["vision"]
+    generates = [] if rules.alone else ["completion", "tools", *thinking, *vision]
     return [*generates, *([] if rules.refusal else ["embedding"])]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import WrongField
+from ..generate.bodies.content import DETAILS, FETCHES_NOTHING, is_data
 from .responses_tools import arguments_of, chat_name
 
 Item = dict[str, Any]
@@ -23,6 +24,7 @@ PREFIXES = {
 """How the ids of items begin, by type."""
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """The field with the text of a content part, by type."""
+IMAGE = "input_image"
 ROLES = ("user", "assistant", "system", "developer")
 OPEN_THOUGHT = "plain:"
 """Begins ``encrypted_content``: thoughts are no secret here. Clients that store nothing return them in it."""
@@ -50,10 +52,10 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
         if kind == "reasoning":
             thought += _thought(item)
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            text = _text(item["output"], "output")
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            content = _content(item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         elif kind == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _text(item["content"], "content")})
+            messages.append({"role": item["role"], "content": _content(item["content"])})
         else:
             open_one = messages and messages[-1]["role"] == "assistant" and not thought
             if not open_one or (kind == "message" and "tool_calls" in messages[-1]):
@@ -61,7 +63,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             if thought:
                 messages[-1]["reasoning_content"], thought = thought, ""
             if kind == "message":
-                messages[-1]["content"] += _text(item["content"], "content")
+                messages[-1]["content"] += _text(item["content"])
             else:
                 arguments = item["arguments"] if kind == "function_call" else arguments_of(item["input"])
                 function = {"name": chat_name(item), "arguments": arguments}
@@ -85,14 +87,14 @@ def _checked(index: int, item: Any) -> Item:
         case "message":
             if item.get("role") not in ROLES:
                 raise WrongField(f"{path}.role", f"must be one of {', '.join(ROLES)}")
-            _check_text(item.get("content"), f"{path}.content")
+            _check_parts(item.get("content"), f"{path}.content", images=item["role"] != "assistant")
         case "function_call":
             strings = ("call_id", "name", "arguments")
         case "custom_tool_call":
             strings = ("call_id", "name", "input")
         case "function_call_output" | "custom_tool_call_output":
             strings = ("call_id",)
-            _check_text(item.get("output"), f"{path}.output")
+            _check_parts(item.get("output"), f"{path}.output", images=True)
         case "item_reference":
             strings = ("id",)
         case "reasoning":
@@ -106,20 +108,45 @@ def _checked(index: int, item: Any) -> Item:
     return {**item, "type": kind, "id": item.get("id") or new_id(kind)}
 
 
-def _check_text(content: Any, path: str) -> None:
+def _check_parts(content: Any, path: str, *, images: bool) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise WrongField(path, "must be a string or a list of text parts")
+        raise WrongField(path, "must be a string or a list of parts")
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if images and kind == IMAGE:
+            _check_image(part, f"{path}[{i}]")
+            continue
         if not isinstance(kind, str) or kind not in TEXT_PARTS:
-            raise WrongField(f"{path}[{i}].type", f"must be one of {', '.join(TEXT_PARTS)}, not {kind!r}")
+            known = ", ".join((*TEXT_PARTS, *([IMAGE] if images else [])))
+            raise WrongField(f"{path}[{i}].type", f"must be one of {known}, not {kind!r}")
         if not isinstance(part.get(TEXT_PARTS[kind]), str):
             raise WrongField(f"{path}[{i}].{TEXT_PARTS[kind]}", "must be a string")
 
 
-def _text(content: Any, name: str) -> str:
+def _check_image(part: Item, path: str) -> None:
+    if part.get("file_id") is not None:
+        raise WrongField(f"{path}.file_id", "this server keeps no images; send `image_url`")
+    if not isinstance(url := part.get("image_url"), str) or not is_data(url):
+        raise WrongField(f"{path}.image_url", FETCHES_NOTHING)
+    if part.get("detail") not in DETAILS:
+        raise WrongField(f"{path}.detail", f"must be {', '.join(filter(None, DETAILS))}")
+
+
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """Return a chat message's content: text, or parts in their order where there are images."""
+    if isinstance(content, str) or all(part["type"] != IMAGE for part in content):
+        return _text(content)
+    return [
+        {"type": "image_url", "image_url": part["image_url"]}
+        if part["type"] == IMAGE
+        else {"type": "text", "text": part[TEXT_PARTS[part["type"]]]}
+        for part in content
+    ]
+
+
+def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part[TEXT_PARTS[part["type"]]] for part in content)

@@ -72,7 +72,7 @@ class Choice:
         self._plan = plan
         self._form = exchange.form
         self._itl = exchange.itl
-        self._detokenizer = exchange.tokenizer.detokenizer(prompt.token_ids, special=plan.show_special)
+        self._detokenizer = exchange.tokenizer.detokenizer(prompt.shown_ids, special=plan.show_special)
         self._step: Callable[[int], str] = self._detokenizer.step
         self._write = exchange.write
         self._stops = StopStrings(plan.stop, included=plan.include_stop) if plan.stop else None
@@ -241,7 +241,7 @@ class Choice:
         if self._token_ids is None:
             return cut or None
         shown, self._token_ids = self._token_ids, []
-        prompt = {} if self._showed_prompt else self._form.prompt_ids(self.prompt.token_ids)
+        prompt = {} if self._showed_prompt else self._form.prompt_ids(self.prompt.shown_ids)
         self._showed_prompt = True
         return {**prompt, "token_ids": shown, **cut}
 

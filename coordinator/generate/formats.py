@@ -217,7 +217,7 @@ class ChatFormat(CompletionFormat):
     def _of_prompt(self, choices: Sequence[ChoiceResult]) -> dict[str, Any]:
         logprobs = _prompt_logprobs(choices[0]) if choices else {}
         wanted = self._plan.return_token_ids
-        ids = {"prompt_token_ids": list(self._plan.prompts[0].token_ids)} if wanted else {}
+        ids = {"prompt_token_ids": list(self._plan.prompts[0].shown_ids)} if wanted else {}
         return {**logprobs, **ids}
 
     def _shown(self, part: str | dict[str, Any], *, last: bool) -> dict[str, Any]:

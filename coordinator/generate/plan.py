@@ -140,7 +140,7 @@ def _hidden_ids(request: GenerateRequest, model: ServedModel) -> frozenset[int]:
 
 def _echoed(chat: ChatCompletionRequest) -> str:
     last = chat.messages[-1]
-    return last.content or "" if chat.echo and last.role == "assistant" else ""
+    return last.text if chat.echo and last.role == "assistant" else ""
 
 
 def parse(endpoint: Endpoint, body: bytes | bytearray) -> AskedRequest:

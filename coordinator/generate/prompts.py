@@ -6,7 +6,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ...transport.messages.images import FIRST_IMAGE_ID, Image
 from ..errors import ContextTooLong, WrongField
+from ..images.rules import NoImages
 from ..text.served_model import ServedModel
 from ..text.tokenizer import PIECE_CHARS, Tokenizer
 from .bodies.chat import ChatCompletionRequest
@@ -14,6 +16,7 @@ from .bodies.completion import CompletionRequest
 from .bodies.fields import MAX_TOKENS
 from .bodies.messages import Message, TemplateFields
 from .bodies.tools import Tool
+from .image_prompts import check_marks, images_of, rules_for, with_images
 
 GenerateRequest = CompletionRequest | ChatCompletionRequest
 TAIL_CHARS = 96
@@ -33,19 +36,31 @@ class Prompt(NamedTuple):
 
     token_ids: Sequence[int]
     text: str = ""
+    images: tuple[Image, ...] = ()
+    rope_shift: int = 0
+    """See ``RequestSpec``."""
+    image_id: int = 0
+    """Shown to clients for each token of an image that has a feature."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes in memory once it is packed, with the column that is sent to workers."""
-        return 8 * len(self.token_ids) + len(self.text)
+        return 8 * len(self.token_ids) + len(self.text) + sum([len(image.pixels) for image in self.images])
+
+    @property
+    def shown_ids(self) -> Sequence[int]:
+        """The ids as clients see them: all are the tokenizer's."""
+        if not self.images:
+            return self.token_ids
+        return [self.image_id if one >= FIRST_IMAGE_ID else one for one in self.token_ids]
 
     def packed(self) -> Prompt:
         """Keep the ids in 4 bytes each, not 40: they stay until the request has ended."""
-        return Prompt(array("I", self.token_ids), self.text)
+        return self._replace(token_ids=array("I", self.token_ids))
 
     def without_text(self) -> Prompt:
         """Keep only the end of the text, which shows whether the chat template has opened a thought."""
-        return self if len(self.text) <= TAIL_CHARS else Prompt(self.token_ids, self.text[-TAIL_CHARS:])
+        return self if len(self.text) <= TAIL_CHARS else self._replace(text=self.text[-TAIL_CHARS:])
 
     def lengths(self, tokenizer: Tokenizer) -> list[int]:
         """Return the number of characters of each token in ``text``, in which special tokens that the
@@ -61,11 +76,11 @@ class Prompt(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the ids as packed numbers: a million integers take long otherwise."""
-        return _unpacked, (array("I", self.token_ids).tobytes(), self.text)
+        return _unpacked, (array("I", self.token_ids).tobytes(), *self[1:])
 
 
-def _unpacked(token_ids: bytes, text: str) -> Prompt:
-    return Prompt(array("I", token_ids), text)
+def _unpacked(token_ids: bytes, *others: Any) -> Prompt:
+    return Prompt(array("I", token_ids), *others)
 
 
 def is_long(request: GenerateRequest) -> bool:
@@ -74,6 +89,8 @@ def is_long(request: GenerateRequest) -> bool:
         num_chars = CHARS_PER_MESSAGE * len(request.messages) + CHARS_PER_TOOL * len(request.offered_tools)
         for message in request.messages:
             num_chars += len(message.content or "")
+            if not isinstance(message.content, str) and message.images:
+                return True
     else:
         num_chars = sum(
             len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR
@@ -91,6 +108,7 @@ def prompts_of(request: GenerateRequest, model: ServedModel) -> list[Prompt]:
     """Return the prompts: one for a chat, one or several for a completion. Raises InvalidRequest."""
     keep = None if request.truncate_prompt_tokens is None else _num_kept(request, model)
     if isinstance(request, ChatCompletionRequest):
+        _check_alone(request)
         tools, param = request.offered_tools, "messages"
         prompts = [chat_prompt(request, request.messages, tools, model, keep=keep)]
     else:
@@ -102,6 +120,13 @@ def prompts_of(request: GenerateRequest, model: ServedModel) -> list[Prompt]:
         with_text = isinstance(request, CompletionRequest) and bool(request.echo)
         return [_kept(prompt, keep, model, with_text=with_text) for prompt in prompts]
     return prompts
+
+
+def _check_alone(chat: ChatCompletionRequest) -> None:
+    """Raises InvalidRequest for what is not built for chats with images."""
+    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+        if getattr(chat, name) is not None and any(message.images for message in chat.messages):
+            raise WrongField(name, "is not built for chats with images")
 
 
 def _num_kept(request: GenerateRequest, model: ServedModel) -> int:
@@ -129,6 +154,8 @@ def chat_prompt(
     keep: int | None = None,
 ) -> Prompt:
     """Render messages by the chat template, which writes BOS if the model has one. Raises InvalidRequest."""
+    images = images_of(messages)
+    rules = rules_for(images, model) if images else model.images
     template = model.template_for(request.chat_template)
     if (goes_on := bool(request.continue_final_message)) and messages[-1].role != "assistant":
         raise WrongField("continue_final_message", "the last message must be the assistant's")
@@ -141,7 +168,13 @@ def chat_prompt(
     )
     special = bool(request.add_special_tokens)
     (token_ids,) = encode([text], model, add_special_tokens=special, most=most, keep=keep, param="messages")
-    return Prompt(token_ids, text)
+    if isinstance(rules, NoImages):
+        return Prompt(token_ids, text)
+    check_marks(token_ids, len(images), rules)
+    if not images:
+        return Prompt(token_ids, text)
+    placed = with_images(token_ids, images, rules, model.max_model_len if most is None else most)
+    return Prompt(placed.token_ids, text, placed.images, placed.rope_shift, rules.token_id)
 
 
 def encode(

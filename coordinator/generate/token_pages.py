@@ -44,14 +44,14 @@ def tokenized(request: TokenizeRequest, model: ServedModel) -> bytes:
     """Raises ApiError."""
     tokenizer = model.tokenizer
     if (messages := request.messages) is not None:
-        ids = chat_prompt(request, messages, request.tools or (), model, most=MAX_TOKENS).token_ids
+        ids = chat_prompt(request, messages, request.tools or (), model, most=MAX_TOKENS).shown_ids
     else:
         special = request.add_special_tokens is not False
         (ids,) = encode([request.prompt or ""], model, add_special_tokens=special, most=MAX_TOKENS)
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": model.max_model_len,
-        "tokens": ids,
+        "tokens": [*ids],
         "token_strs": None,
     }
     if request.return_token_strs:

@@ -106,9 +106,9 @@ class RequestStateMachine:
         request.enter("prefill", now)
         request.times = AttemptTimes(request.ledger)
         spec, hashes = request.spec(self._incarnation, now), source.hashes if source else []
-        actions: list[Action] = [
-            Send(prefill.id, Prefill(spec=spec, decode=decode.peer, num_prefix_blocks=len(hashes)))
-        ]
+        images = request.images
+        prompt = Prefill(spec=spec, decode=decode.peer, num_prefix_blocks=len(hashes), images=images)
+        actions: list[Action] = [Send(prefill.id, prompt)]
         if source is not None:
             self.outcomes.num_pulls += 1
             order = SendPrefix(

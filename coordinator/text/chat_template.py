@@ -135,7 +135,7 @@ class ChatTemplate:
         InvalidRequest with the template's own words if it refuses the messages.
         """
         if continue_final_message:
-            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + END_MARK}]
+            messages = [*messages[:-1], _extended(messages[-1], END_MARK)]
         variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **(extra or {})}
         variables["messages"] = [self._with_known_fields(message) for message in messages]
         if tools and self._reads_tools_of_message:
@@ -167,6 +167,13 @@ class ChatTemplate:
         return known
 
 
+def _extended(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return a message with more text at the end of its content."""
+    content = message["content"]
+    more = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return {**message, "content": more}
+
+
 def _with_tools_field(
     messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -186,5 +193,5 @@ def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]])
         '<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}\n</tool_call>'
     )
     if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+        return [_extended(messages[0], f"\n\n{text}"), *messages[1:]]
     return [{"role": "system", "content": text}, *messages]

@@ -13,6 +13,7 @@ from msgspec import Meta, ValidationError, convert
 
 from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
 from ..errors import RETRY_AFTER_S, CannotStart, InvalidRequest, NotFound, Unavailable, WrongField
+from ..images.rules import ImageRules, NoImages, image_rules
 from ..lifecycle.adapters import AdapterNames
 from .chat_template import ChatTemplate
 from .embeddings import EmbeddingRules
@@ -62,6 +63,7 @@ class ServedModel:
     """The checkpoint's ``model_type``."""
     aliases: tuple[str, ...] = ()
     embeddings: EmbeddingRules = field(default_factory=EmbeddingRules)
+    images: ImageRules | NoImages = field(default_factory=NoImages)
     created: int = field(default_factory=lambda: int(time.time()))
     workers_hold: Callable[[], int] = lambda: 0
     """The longest sequence that every worker holds; 0: not known yet."""
@@ -106,7 +108,8 @@ class ServedModel:
             config = read_json(folder / "config.json")
             if not config:
                 raise ValueError(f"{folder / 'config.json'} does not exist or is empty")
-            config |= config.get("text_config") or {}  # a model for text and images
+            whole = config
+            config = whole | (whole.get("text_config") or {})  # a model for text and images
             longest = config.get("max_position_embeddings", LONGEST)  # Gemma 3's names neither of the two
             vocab_size = config.get("vocab_size", 0)
             if not isinstance(longest, int) or not isinstance(vocab_size, int):
@@ -132,6 +135,12 @@ class ServedModel:
                 longest=max_model_len or longest,
                 vocab_size=vocab_size or len(tokenizer.table.pieces),
                 embeddings=EmbeddingRules.load(folder, config, tokenizer),
+                images=image_rules(
+                    whole,
+                    read_json(folder / "preprocessor_config.json"),
+                    read_json(folder / "processor_config.json"),
+                    tokenizer.fast.token_to_id,
+                ),
                 architecture=str(config.get("model_type", "unknown")),
                 defaults=SamplingDefaults.of(generation),
                 eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),

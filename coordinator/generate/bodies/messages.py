@@ -8,45 +8,13 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ...text.chat_template import Arguments
-from .fields import NULL, Body, invalid, scalars, schema
+from .content import CONTENT, Content, ImagePart, content_of
+from .fields import Body, invalid, scalars
 from .tools import MAX_TOOLS, Tool
 
 MAX_MESSAGES = 10_000
 FUNCTION_CALL_ID = "function0"
 """Id of a call in the form that OpenAI had before tools; as long as Mistral's templates require."""
-PARTS = ("text", "refusal")
-"""Kinds of parts of a content: what an assistant refused earlier in words is text to the template, too."""
-
-
-def _content(value: Any) -> str | None:
-    """Text, or the texts of a list of text parts, one a line."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid("must be a string or a list of text parts")
-    return "\n".join(_part(i, part) for i, part in enumerate(value))
-
-
-def _part(index: int, part: Any) -> str:
-    if not isinstance(part, dict):
-        raise invalid(f'part {index} must be an object such as {{"type": "text", "text": "..."}}')
-    if (kind := part.get("type")) not in PARTS:
-        raise invalid(f"part {index} has type {kind!r}; this model takes only text parts")
-    text = part.get(kind)
-    if not isinstance(text, str):
-        raise invalid(f"part {index} needs a string `{kind}`")
-    return text
-
-
-_PARTS: list[dict[str, Any]] = [
-    {
-        "type": "object",
-        "required": ["type", kind],
-        "properties": {"type": {"const": kind}, kind: {"type": "string"}},
-    }
-    for kind in PARTS
-]
-CONTENT = schema({"type": "string"}, {"type": "array", "items": {"anyOf": _PARTS}}, NULL)
 
 
 class CalledFunction(Body):
@@ -82,7 +50,7 @@ class Message(Body):
     """One message of a chat."""
 
     role: str
-    content: Annotated[Any, BeforeValidator(_content), CONTENT] = None
+    content: Annotated[Any, BeforeValidator(content_of), CONTENT] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -105,12 +73,27 @@ class Message(Body):
             raise invalid(f"a message of role {self.role!r} needs `content`")
         return self
 
+    @property
+    def text(self) -> str:
+        """The content's text."""
+        content: Content = self.content or ""
+        if isinstance(content, str):
+            return content
+        return "\n".join(part for part in content if isinstance(part, str))
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The content's images."""
+        content: Content = self.content or ""
+        return [part for part in content if isinstance(part, ImagePart)]
+
     def for_template(self) -> dict[str, Any]:
         """Return the message as Hugging Face chat templates take it: older fields of OpenAI's become
         today's."""
+        content: Content = self.content or self.refusal or ""
         fields: dict[str, Any] = {
             "role": "tool" if self.role == "function" else self.role,
-            "content": self.content or self.refusal or "",
+            "content": content if isinstance(content, str) else [*map(_for_template, content)],
         }
         if self.name is not None:
             fields["name"] = self.name
@@ -125,6 +108,10 @@ class Message(Body):
         if (thought := self.reasoning_content or self.reasoning) is not None:
             fields["reasoning_content"] = thought
         return fields
+
+
+def _for_template(part: str | ImagePart) -> dict[str, str]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 MAX_TEMPLATE_CHARS = 1 << 18

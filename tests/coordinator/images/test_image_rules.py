@@ -1,0 +1,113 @@
+"""Sizes, pixels and tokens of images, against transformers' own processors."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image as pillow
+from support.image_models import PREPROCESSORS, encoded, picture, write_image_model
+from transformers.models.pixtral import image_processing_pil_pixtral as with_pillow
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+from splitserve.coordinator.images.reading import read_image
+from splitserve.coordinator.images.rules import ImageRules, PixtralImages, QwenImages
+from splitserve.coordinator.text.served_model import ServedModel
+
+SIDES = {"qwen2_5_vl": 28, "qwen3_vl": 32, "mistral3": 28}
+SIZES = st.tuples(st.integers(1, 400), st.integers(1, 400))
+FEW = settings(max_examples=40, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {family: tmp_path_factory.mktemp(family) for family in PREPROCESSORS}
+    for family, folder in folders.items():
+        write_image_model(folder, family)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def rules(folders: dict[str, Path]) -> dict[str, ImageRules]:
+    found = {family: ServedModel.load(folder, "x").images for family, folder in folders.items()}
+    return {family: each for family, each in found.items() if isinstance(each, ImageRules)}
+
+
+def their_pixels(family: str, image: pillow.Image) -> np.ndarray[Any, Any]:
+    """Return the resized image as transformers has it, [height, width, 3], before it is normalised."""
+    options: dict[str, Any] = {**PREPROCESSORS[family], "do_rescale": False, "do_normalize": False}
+    if family == "mistral3":
+        found = with_pillow.PixtralImageProcessorPil(**options)(images=[image], patch_size=SIDES[family])
+        return np.moveaxis(np.asarray(found["pixel_values"][0]), 0, -1)
+    found = Qwen2VLImageProcessorPil(**options)(images=[image])
+    patch, (_, rows, columns) = SIDES[family] // 2, found["image_grid_thw"][0]
+    tiles = np.asarray(found["pixel_values"]).reshape(rows // 2, columns // 2, 2, 2, 3, 2, patch, patch)[
+        :, :, :, :, :, 0
+    ]  # of the two equal frames the first
+    return tiles.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * patch, columns * patch, 3)
+
+
+@pytest.mark.parametrize("family", PREPROCESSORS)
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+def test_pixels_are_those_of_transformers(rules: dict[str, ImageRules], family: str, mode: str) -> None:
+    @FEW
+    @given(size=SIZES)
+    def each(size: tuple[int, int]) -> None:
+        image = picture(*size, mode)
+        try:
+            theirs = their_pixels(family, image)
+        except ValueError:  # of other words; too narrow for both
+            with pytest.raises(ValueError, match=r"narrow|times as long"):
+                rules[family].size(*size)
+            return
+        ours = read_image(encoded(image), rules[family].bounded_size)
+        assert ours.mode == "RGB"
+        assert np.array_equal(np.asarray(ours), theirs)
+
+    each()
+
+
+@given(
+    size=st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
+    least=st.integers(1, 10**6),
+    more=st.integers(0, 10**7),
+    patch=st.sampled_from([14, 16]),
+)
+@settings(max_examples=200, deadline=None)
+def test_qwens_sizes_within_any_bounds(size: tuple[int, int], least: int, more: int, patch: int) -> None:
+    rules = QwenImages("", 0, 2 * patch, least, least + more)
+    try:
+        theirs = smart_resize(*size, 2 * patch, least, least + more)
+    except ValueError:
+        theirs = None
+    if theirs is None:
+        with pytest.raises(ValueError, match="200 times"):
+            rules.size(*size)
+    else:
+        assert rules.size(*size) == theirs
+
+
+@pytest.fixture
+def their_pixtral(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class, without torchvision: its module imports a function of the processor that needs it."""
+    name = "transformers.models.pixtral.image_processing_pixtral"
+    monkeypatch.setitem(sys.modules, name, with_pillow)
+    return importlib.import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
+
+
+def test_tokens_of_rows_are_those_of_transformers(their_pixtral: Any) -> None:
+    ids = {"[IMG]": None, "[IMG_BREAK]": 8, "[IMG_END]": 9}
+    processor = their_pixtral.__new__(their_pixtral)
+    processor.patch_size, processor.spatial_merge_size = 14, 2
+    processor.image_token, processor.image_break_token, processor.image_end_token = ids
+    rules = PixtralImages("", 0, 28, 1, 1, row_end=8, image_end=9)
+    for rows, columns in itertools.product(range(1, 5), repeat=2):
+        text = processor.replace_image_token({"image_sizes": [(28 * rows, 28 * columns)]}, 0)
+        assert rules.layout(rows, columns) == [ids[f"[{word}"] for word in text.split("[")[1:]]

@@ -1,0 +1,78 @@
+"""What a coordinator reads of tiny checkpoints that take images, and images to send."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from .families import ALL_FAMILIES, SMALL
+from .http_fakes import byte_level_tokenizer
+
+MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+QWEN, PIXTRAL = "<|vision_start|><|image_pad|><|vision_end|>", "[IMG]"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PREPROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"patch_size": 14, "merge_size": 2, "min_pixels": 3136, "max_pixels": 28 * 28 * 40},
+    "qwen3_vl": {
+        "patch_size": 16,
+        "merge_size": 2,
+        "size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 40},
+    },
+    "mistral3": {"size": {"longest_edge": 154}},
+}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {},
+    "qwen3_vl": {"patch_size": 16},
+    "mistral3": {"image_size": 168},
+}
+
+
+def write_image_model(folder: Path, family: str) -> None:
+    """Write a folder without weights: the family's configuration, a tokenizer with its marks, a template."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(MARKS)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    mark = PIXTRAL if family == "mistral3" else QWEN
+    names = {"eos_token": "<|eos|>", "chat_template": TEMPLATE.replace("MARK", mark)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    _, config_class, own = ALL_FAMILIES[family]
+    config = config_class(**{**SMALL, **own, "vocab_size": 512, "max_position_embeddings": 2048}).to_dict()
+    config["image_token_id"] = tokenizer.token_to_id("[IMG]" if family == "mistral3" else "<|image_pad|>")
+    config.pop("image_token_index", None)
+    config["vision_config"] |= VISION[family]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[family]))
+
+
+def picture(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Return an image of noise over a gradient."""
+    channels = {"L": 1, "RGB": 3, "RGBA": 4}[mode]
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, 128, (height, width, channels)) + np.linspace(0, 127, width).astype(int)[:, None]
+    values = values.astype(np.uint8)
+    return Image.fromarray(values[:, :, 0] if channels == 1 else values, mode)
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    """Return a file of an image."""
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def in_base64(file: bytes) -> str:
+    return base64.b64encode(file).decode()
+
+
+def data_url(file: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{in_base64(file)}"
