@@ -140,6 +140,7 @@ def paced_model(settings: WorkerSettings, allocate: PoolAllocator | None = None)
         eos_token_ids=eos,
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
+        takes_images=True,
     )
 
 

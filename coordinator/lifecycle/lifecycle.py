@@ -71,6 +71,9 @@ class _Admission:
         if num_tokens > longest - 1 and request.sampling.max_tokens > 0:
             room = f"the workers have room for {longest - 1} and one answer token"
             return Ended(error="refused", message=f"the prompt has {num_tokens} tokens; {room}")
+        if request.images and (names := self._pools.without_images):
+            message = f"worker {names[0]} takes no images: it is older, or its log has the reason"
+            return Ended(error="unavailable", message=message, retry_after_s=1.0)
         return self._refuse_late(request, now)
 
     def _refuse_late(self, request: Request, now: float) -> Ended | None:

@@ -164,6 +164,8 @@ class Pools:
         self.all_fit = not self.has_mixed and len({(w.kind, w.max_model_len) for w in workers}) == 1
         """Whether every prefill worker fits every decode worker, and all hold sequences of the same
         length."""
+        self.without_images = [w.hello.worker_id for w in workers if not w.hello.takes_images]
+        """Workers that take no prompts with images."""
         if workers:
             self.max_sequence_tokens = min(w.max_model_len for w in workers)
         for worker in workers:

@@ -94,8 +94,8 @@ class BatchStates:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """Tokens of a batch that stand for an image: ``count``, from the image's ``first`` and the batch's ``row``
-    on. ``skipped``: the image's features before these."""
+    """Tokens of a batch that stand for an image: ``count``, from the image's ``first`` and the batch's
+    ``row`` on. ``skipped``: the image's features before these."""
 
     image: Image
     row: int

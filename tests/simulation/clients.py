@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
+from simulation import images
 from simulation.adapters import shift
 from simulation.client import BrokenSink, Client, ClientSink
 from simulation.model import EOS, expected_output, logprob
@@ -36,7 +38,7 @@ class Clients:
         self.world, self.random, self.counts = world, world.random, world.counts
         self.faults = world.scenario.faults
         self._draw, self._keys = Random(f"sinks {world.seed}"), Random(f"keys {world.seed}")
-        self._odd = Random(f"odd {world.seed}")
+        self._odd, self._images = Random(f"odd {world.seed}"), Random(f"images {world.seed}")
         self.all: dict[str, Client] = {}
         self.pending: dict[str, Client] = {}
         self.wishes = Wishes(world, self.random)
@@ -65,6 +67,7 @@ class Clients:
                 f"r{number + i}", prompt, sampling, ClosedSink(), 0.0, timeout, priority, salt=salt
             )
             request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
+            images.choose(self._images, request, self.world.scenario.cluster.images)
             self.world.folder.choose(request, coordinator.core.pools.adapters.names().served)
             if self._has_key(request):
                 request.answer_id = request.request_id.encode().rjust(16)
@@ -88,7 +91,8 @@ class Clients:
         bounds = sampling.max_tokens, sampling.min_tokens, stops, MAX_MODEL_LEN
         cluster = self.world.scenario.cluster
         of_model = cluster.window, bool(cluster.drafts), shift(request.adapter), cluster.state_blocks > 0
-        expected, reason = expected_output(request.prompt_token_ids, *bounds, *of_model)
+        read = images.read_prompt(request), partial(images.read_output, request)
+        expected, reason = expected_output(request.prompt_token_ids, *read, *bounds, *of_model)
         client = Client(request, coordinator, expected, reason)
         request.sink = ClientSink(self, client)
         self.all[request.request_id] = self.pending[request.request_id] = client
@@ -129,8 +133,8 @@ class Clients:
             id = f"{before.request_id}{mark}"
             prompt, sampling, salt = before.prompt_token_ids, before.sampling, before.salt
             request = Request(id, prompt, sampling, ClosedSink(), 0.0, 90.0, before.priority, salt=salt)
-            request.answer_id = before.answer_id
-            request.adapter, request.adapter_name = before.adapter, before.adapter_name
+            for name in ("answer_id", "adapter", "adapter_name", "images", "rope_shift"):
+                setattr(request, name, getattr(before, name))
             coordinator.run(self._submit, request, coordinator)
 
     def tried(self, order: Prefill | Resume, worker: PeerId) -> None:

@@ -91,6 +91,7 @@ class Cluster:
     drafts: int = 0  # tokens that are drafted of a sequence; then the model mostly repeats prompts
     mtp: bool = False  # the model drafts, too
     next: float = 0.0  # share of processes, at each start, that are of the next build
+    images: bool = False  # the model takes images in prompts
     state_blocks: int = 0  # of the model's state of a sequence; 0: it has none
     store: bool = False  # evicted blocks go to a folder of all workers
     num_far: int = 0  # workers, besides, of a build that is no neighbour; one half are decode workers

@@ -12,7 +12,7 @@ lost, doubled or another's shows. An adapter shifts every token that is read, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 VOCABULARY = 997
 EOS = frozenset(range(32))
@@ -48,7 +48,7 @@ def next_token(total: int, repeated: Sequence[int], position: int) -> int:
     """``total``: the sum of all slots. ``repeated``: what the model mostly repeats, token by token; empty:
     nothing."""
     x = mix(total & MASK, 1)
-    return repeated[position % len(repeated)] if repeated and x % 8 else x % VOCABULARY
+    return (repeated[position % len(repeated)] if repeated and x % 8 else x) % VOCABULARY
 
 
 def logprob(token: int) -> float:
@@ -57,6 +57,8 @@ def logprob(token: int) -> float:
 
 def expected_output(
     prompt: Sequence[int],
+    read_prompt: Sequence[int],
+    read_output: Callable[[int], int],
     max_tokens: int,
     min_tokens: int,
     stops: frozenset[int],
@@ -67,10 +69,10 @@ def expected_output(
     has_states: bool = False,
 ) -> tuple[list[int], str]:
     """What a run without faults answers, and why it ends: a pure function of the request. ``shift``: of its
-    adapter."""
+    adapter. ``read_prompt``, ``read_output``: what the model reads, see images.py."""
     output: list[int] = []
     longest = min(max_tokens, max_model_len - len(prompt))
-    values = first_layer(0, [token + shift for token in prompt])
+    values = first_layer(0, [token + shift for token in read_prompt])
     while longest:
         seen = values[-window:]
         total = FACTOR * sum(seen) + SUMMAND * len(seen) + shift + OF_A_STATE * has_states * values[-1]
@@ -80,5 +82,5 @@ def expected_output(
             return output, "stop"
         if len(output) == longest:
             break
-        values.append(mix(values[-1], token + shift))
+        values.append(mix(values[-1], read_output(token) + shift))
     return output, "length"

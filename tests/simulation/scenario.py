@@ -163,6 +163,11 @@ NAMED = {
         Cluster(num_mixed=1, num_flexible=1, prefill_blocks=60, decode_blocks=44, state_blocks=2),
         odd=0.1,
     ),
+    "images": Scenario(
+        replace(MIXED, drain_every=0.5, step_error=0.01, step_no_memory=0.01, coordinator_restart_every=2.0),
+        Cluster(num_mixed=1, num_flexible=1, prefill_blocks=60, decode_blocks=44, drafts=2, images=True),
+        keyed=0.5,
+    ),
     "patience": Scenario(
         Faults(
             step_error=0.03,
@@ -207,12 +212,7 @@ NAMED = {
 OF_A_RENDEZVOUS = ("failed_rendezvous", "broken_communicator")
 OF_A_DISPATCHER = ("late_turn", "defect", "sink_error", "leave_in_push")
 DRAWN_ONE_BY_ONE = {
-    "flip_every",
-    "lend_every",
-    "poison",
-    "clock_jump_every",
-    "broken_mover",
-    "adapters_change_every",
+    *("flip_every", "lend_every", "poison", "clock_jump_every", "broken_mover", "adapters_change_every")
 }
 DRAWN_APART = {*DRAWN_ONE_BY_ONE, *OF_A_RENDEZVOUS, *OF_A_DISPATCHER}
 
@@ -284,6 +284,9 @@ def draw_scenario(seed: int) -> Scenario:
     if state_blocks:  # what such a model is refused
         cluster = replace(cluster, window=0, drafts=0, mtp=False, store=False, state_blocks=state_blocks)
         cluster = replace(cluster, decode_blocks=max(cluster.decode_blocks, 40))
+    elif Random(f"images {seed}").random() < 0.2:  # an older build takes none
+        sizes = {"decode_blocks": max(cluster.decode_blocks, 40), "next": 0.0, "num_far": 0}
+        cluster = replace(cluster, mtp=False, images=True, **sizes)
     keyed = Random(f"keyed {seed}").choice([0.0, 0.0, 0.5, 1.0])
     odd = Random(f"odd {seed}").choice([0.0, 0.0, 0.3])
     rate = random.choice([120.0, 240.0, 480.0])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from simulation.drafter import VirtualDrafter
+from simulation.images import as_read
 from simulation.model import NUM_LAYERS
 from simulation.states import row_states
 
@@ -197,10 +198,10 @@ class VirtualStepDevice:
             self._world.counts[f"drafts {what} that were {'right' if right else 'wrong'}"] += 1
 
     def _token_ids(self, batch: Batch) -> list[int]:
-        """Return the batch's tokens, with those that the step before has sampled for it."""
+        """Return the batch's tokens as the model reads them, with those that the step before has sampled."""
         tokens: list[int] = batch.token_ids.tolist()
         if batch.fed_from is not None:
             for row, source in enumerate(batch.fed_from.tolist()):
                 if source >= 0:
                     tokens[row] = self._sampled_last[source]
-        return tokens
+        return as_read(batch, tokens)

@@ -21,6 +21,7 @@ from simulation import (
     bugs_of_adapters,
     bugs_of_borrowing,
     bugs_of_drafts,
+    bugs_of_images,
     bugs_of_pulls,
     bugs_of_resumption,
     bugs_of_states,
@@ -53,6 +54,7 @@ FILES = (
     bugs_of_the_loop,
     bugs_of_resumption,
     bugs_of_states,
+    bugs_of_images,
     bugs_of_the_dispatcher,
     bugs_of_upgrades,
 )

@@ -240,6 +240,7 @@ class WorkerProcess(Process):
                 MAX_MODEL_LEN,
                 VOCABULARY,
                 NUM_LAYERS,
+                takes_images=world.scenario.cluster.images,
                 draft_cost=DRAFT_COST * world.scenario.cluster.mtp,
             ),
             self.blocks,
