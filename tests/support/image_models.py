@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from .families import ALL_FAMILIES, SMALL
 from .http_fakes import byte_level_tokenizer
+from .models import make_decisive
 
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 QWEN, PIXTRAL = "<|vision_start|><|image_pad|><|vision_end|>", "[IMG]"
@@ -52,6 +54,20 @@ def write_image_model(folder: Path, family: str) -> None:
     config["vision_config"] |= VISION[family]
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[family]))
+
+
+def make_image_model(folder: Path, family: str) -> Any:
+    """Write the folder with weights, too. Return the transformers model."""
+    write_image_model(folder, family)
+    model_class: Any = ALL_FAMILIES[family][0]
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class.from_pretrained(folder))
+    make_decisive(model, 0)
+    for name, parameter in model.named_parameters():
+        if "visual" in name or "vision" in name:
+            parameter.data *= 4  # else an image changes no token
+    model.eval().save_pretrained(folder)
+    return model
 
 
 def picture(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Image.Image:

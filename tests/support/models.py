@@ -27,7 +27,7 @@ def make_checkpoint(
     model_class, config_class, own = ALL_FAMILIES[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SMALL, **own, **changes}))
-    _make_decisive(model, seed)
+    make_decisive(model, seed)
     model = model.to(dtype).eval()
     model.save_pretrained(path, max_shard_size=max_shard_size)
     if family == "kimi_k25":
@@ -119,7 +119,7 @@ def write_byte_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _make_decisive(model: PreTrainedModel, seed: int) -> None:
+def make_decisive(model: PreTrainedModel, seed: int) -> None:
     """Spread the logits: freshly initialised models rate all tokens nearly the same, so that any rounding
     changes the argmax. Where the embeddings are the head, too, they are small beside what layers add: each
     token would else be followed by itself, whatever the layers do."""
