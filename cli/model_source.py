@@ -38,6 +38,8 @@ TEXTS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "chat_template.*",
 )
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
 from torch import Tensor
 
 from ..kernels.select import cpu_multiplies_bfloat16, cpu_widens_bfloat16, kernels_in_words
-from .errors import ModelConfigError
+from .errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 where there is no limit
@@ -18,6 +19,7 @@ ALIGNED = 16  # bytes; Triton compiles a kernel anew for a pointer that is less 
 CGROUP = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 Arrival = Callable[[], Sequence[Tensor]]
+Model = TypeVar("Model")
 
 
 def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
@@ -123,6 +125,21 @@ def bring(tensors: Sequence[Tensor]) -> Arrival:
         return host
 
     return arrived
+
+
+def loaded_on(device: torch.device, make: Callable[[], Model]) -> Model:
+    """Return ``make()``, a part of the model with its weights. Raises OutOfMemoryError."""
+    free = available_bytes(device)
+    try:
+        return make()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"the model's weights do not fit on {device}, where {free / 2**30:.2f} GiB were free "
+            f"({error}); end what else uses that memory, lower --gpu-memory-utilization of the workers that "
+            "share the GPU, use --quantization fp8, int8 or int4, or serve a smaller model"
+        ) from error
 
 
 def mark_stream(blocking: bool = False) -> torch.cuda.Event:

@@ -32,6 +32,7 @@ from .settings import WorkerSettings
 from .step.grammar import GrammarCompiler
 from .step.model_runner import ModelRunner
 from .step_log import logged
+from .vision.config import tower_of
 from .worker_model import WorkerModel
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
         dtype = select_dtype(settings.dtype, device, checkpoint.dtype)
     layout = KVCacheLayout.of(config, DEFAULT_BLOCK_SIZE[device.type], dtype)
     weights = weight_bytes(config, dtype.itemsize)
+    if (tower := tower_of(folder)) is not None:
+        weights += tower.num_bytes(dtype.itemsize) * ranks  # each has its own
     with MemoryClaims(settings.coordinator).turn() as others:
         pending = others.pending
     needed = weights * 2 if device.type == "cpu" else weights // ranks

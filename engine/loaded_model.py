@@ -18,7 +18,7 @@ from .cache.kv_cache import KVCache, KVCacheLayout
 from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size, shrunk
 from .cache.memory_claims import MemoryClaims
 from .cpu_threads import AUTO, CpuThreads, choose_threads, cpu_quota, new_threads_bound, usable_cores
-from .device import available_bytes, free_host_bytes, select_device, select_dtype
+from .device import available_bytes, free_host_bytes, loaded_on, select_device, select_dtype
 from .engine_config import (
     DEFAULT_BLOCK_SIZE,
     EngineConfig,
@@ -28,7 +28,7 @@ from .engine_config import (
     model_config,
     wish_of,
 )
-from .errors import ModelConfigError, OutOfMemoryError, is_out_of_memory
+from .errors import ModelConfigError, OutOfMemoryError
 from .model.adapters import RankAdapters
 from .model.config import ModelConfig
 from .model.decoder import DecoderModel
@@ -39,6 +39,8 @@ from .model.weight_sizes import weight_bytes
 from .model.weights import Checkpoint
 from .ranks.threads import ranks_of
 from .settings import WorkerSettings
+from .vision.config import VisionConfig, tower_of
+from .vision.tower import VisionTower
 from .worker_readings import StartPhases
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class LoadedModel:
         self.device = select_device(settings.device, rank.number, rank.size)
         check_formats(settings, config, self.device)
         check_split(config, rank.size, settings.exact)
+        self._tower: VisionConfig | None = tower_of(settings.model) if first is None else first._tower
         self._model_len = max_model_len(settings.max_model_len, config)
         self.config = config.for_length(self._model_len)
         self.own_heads = rank.kv_heads(config.num_kv_heads)
@@ -163,6 +166,7 @@ class LoadedModel:
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
             weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0
+            weights += self._tower.num_bytes(self.dtype.itemsize) if on_cpu and self._tower is not None else 0
             if self.rank.number == 0:
                 with self._claims.turn():
                     self._claims.claim(weights)
@@ -180,9 +184,10 @@ class LoadedModel:
                 self.rank,
                 self.adapters,
             )
-            self.decoder = _load_model(
-                self.config, load, min(model_len, max(longest, 1)), fp8_cache=settings.kv_dtype == "fp8"
-            )
+            most, fp8_cache = min(model_len, max(longest, 1)), settings.kv_dtype == "fp8"
+            self.decoder = loaded_on(self.device, lambda: DecoderModel(self.config, load, most, fp8_cache))
+            if (tower := self._tower) is not None:
+                self.vision = loaded_on(self.device, lambda: VisionTower(tower, load))
         return layout, weights
 
     def make_cache(self, num_blocks: int, max_model_len: int, first: LoadedModel | None = None) -> None:
@@ -282,17 +287,3 @@ def _names(settings: WorkerSettings, config: ModelConfig) -> tuple[str, str]:
     if settings.quantization != "none":
         weights_name += f"-{settings.quantization}"
     return weights_name, revision
-
-
-def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool) -> DecoderModel:
-    free = available_bytes(load.device)
-    try:
-        return DecoderModel(config, load, max_model_len, fp8_cache)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"the model's weights do not fit on {load.device}, where {free / 2**30:.2f} GiB were free "
-            f"({error}); end what else uses that memory, lower --gpu-memory-utilization of the workers that "
-            "share the GPU, use --quantization fp8, int8 or int4, or serve a smaller model"
-        ) from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
-from .config_values import check_kinds, positive_int
+from .config_values import check_kinds, positive_int, read_json
 from .families import FAMILIES, architecture_of
 from .family import Family, TensorNames
 from .family_rules import Scales
@@ -137,9 +136,9 @@ class ModelConfig:
             raise ModelConfigError(
                 f"{path} is not a folder; give the folder of a Hugging Face checkpoint (with config.json)"
             )
-        config = _read_json(path / "config.json")
+        config = read_json(path / "config.json")
         others = (path / name for name in ("generation_config.json", MODELOPT))
-        generation, modelopt = (_read_json(file) if file.exists() else {} for file in others)
+        generation, modelopt = (read_json(file) if file.exists() else {} for file in others)
         try:
             found = parse_config(config, generation, modelopt)
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
@@ -284,17 +283,3 @@ def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[
     if ids is None:
         return ()
     return tuple(int(i) for i in ids) if isinstance(ids, list) else (int(ids),)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelConfigError(
-            f"{path} does not exist; give the folder of a Hugging Face checkpoint"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelConfigError(f"{path} is not JSON ({error}); copy the checkpoint again") from error
-    if not isinstance(value, dict):
-        raise ModelConfigError(f"{path} must hold a JSON object")
-    return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from ..errors import ModelConfigError
@@ -18,7 +20,9 @@ LARGEST = {
     "v_head_dim": 1024, "linear_num_key_heads": 4096, "linear_num_value_heads": 4096,
     "linear_key_head_dim": 1024, "linear_value_head_dim": 1024, "linear_conv_kernel_dim": 64,
     "full_attention_interval": 1024, "conv_L_cache": 64, "block_multiple_of": 1 << 22,
-    "block_ff_dim": 1 << 22,
+    "block_ff_dim": 1 << 22, "depth": 1024, "num_heads": 4096, "patch_size": 256, "temporal_patch_size": 16,
+    "spatial_merge_size": 16, "out_hidden_size": 1 << 20, "window_size": 1 << 16,
+    "num_position_embeddings": 1 << 20,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""
@@ -84,4 +88,19 @@ def positive_int(config: dict[str, Any], key: str, default: int | None = None) -
         raise ModelConfigError(
             f"config.json: {key!r} is {value}; the largest that is served is {LARGEST[key]}"
         )
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ModelConfigError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelConfigError(
+            f"{path} does not exist; give the folder of a Hugging Face checkpoint"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{path} is not JSON ({error}); copy the checkpoint again") from error
+    if not isinstance(value, dict):
+        raise ModelConfigError(f"{path} must hold a JSON object")
     return value

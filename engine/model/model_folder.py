@@ -25,7 +25,8 @@ FULL_HASH_BYTES = 8 << 30
 EDGE_BYTES = 1 << 20
 STRIDE_BYTES = 16 << 20
 SAMPLE_BYTES = 64 << 10
-KV_FILES = (INDEX, TABLE, "quantize_config.json", "hf_quant_config.json")
+PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"  # of images
+KV_FILES = (INDEX, TABLE, "quantize_config.json", "hf_quant_config.json", PROCESSOR, PREPROCESSOR)
 """These decide KV bytes, beside config.json and the weights."""
 NOT_OF_KV = frozenset(
     {"_name_or_path", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
@@ -36,6 +37,8 @@ MAX_BYTES = {
     "generation_config.json": 1 << 20,
     TABLE: 32 << 20,
     "hf_quant_config.json": 1 << 20,
+    PROCESSOR: 1 << 20,
+    PREPROCESSOR: 1 << 20,
     "tokenizer.json": 256 << 20,
     "tokenizer_config.json": 64 << 20,
     "special_tokens_map.json": 16 << 20,

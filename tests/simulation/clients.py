@@ -67,7 +67,7 @@ class Clients:
                 f"r{number + i}", prompt, sampling, ClosedSink(), 0.0, timeout, priority, salt=salt
             )
             request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
-            images.choose(self._images, request, self.world.scenario.cluster.images)
+            images.choose(self._images, request, self.world.scenario.cluster.images and not is_odd)
             self.world.folder.choose(request, coordinator.core.pools.adapters.names().served)
             if self._has_key(request):
                 request.answer_id = request.request_id.encode().rjust(16)

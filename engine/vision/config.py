@@ -1,0 +1,147 @@
+"""The vision tower of a model for text and images: its sizes and its tensors. Free of torch.
+
+x = patches @ W (+ positions);  each layer:  x += o(attention(norm(x)));  x += mlp(norm(x))
+rows of embeddings = projector(merge_size x merge_size patches of x side by side)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelConfigError, WeightsError
+from ..model.config_values import read_json
+from ..model.families import FAMILIES, architecture_of
+from ..model.weight_headers import StoredTensor, stored_tensors
+from .families import TOWERS, Tower, TowerNames
+
+PLAIN = ("F32", "BF16", "F16")
+_log = logging.getLogger(__name__)
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """``prefix``: of all its tensors' names, whose parts ``names`` has; the rest: see ``Tower``."""
+
+    names: TowerNames
+    prefix: str
+    tower: Tower
+
+    def expected_tensors(self) -> dict[str, Shape]:
+        """Every tensor of the tower with its shape."""
+        return dict(self._expected())
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Return the size of all weights, at ``itemsize`` bytes a number."""
+        return itemsize * sum(map(math.prod, self.expected_tensors().values()))
+
+    def num_rows(self, height: int, width: int) -> int:
+        """Rows of embeddings of an image. Raises ValueError where its sides do not fit."""
+        side = self.tower.patch_size * self.tower.merge_size
+        if not (height and width) or height % side or width % side:
+            raise ValueError(f"an image of {height} rows of {width} pixels; both must be multiples of {side}")
+        return (height // side) * (width // side)
+
+    def layer(self, number: int) -> str:
+        return f"{self.prefix}{self.names.layer.format(number)}"
+
+    def _expected(self) -> Iterator[tuple[str, Shape]]:
+        n, t = self.names, self.tower
+        patch = (3, *((t.num_frames,) if n.has_frames else ()), t.patch_size, t.patch_size)
+        yield f"{self.prefix}{n.patches}.weight", (t.hidden_size, *patch)
+        if n.patch_bias:
+            yield f"{self.prefix}{n.patches}.bias", (t.hidden_size,)
+        if n.patch_norm:
+            yield from self._norm(f"{self.prefix}{n.patch_norm}", t.hidden_size)
+        if t.grid:
+            yield f"{self.prefix}{n.positions}.weight", (t.grid**2, t.hidden_size)
+        for layer in map(self.layer, range(t.num_layers)):
+            yield from self._norm(f"{layer}.{n.norm_1}", t.hidden_size)
+            yield from self._norm(f"{layer}.{n.norm_2}", t.hidden_size)
+            linears = [(name, 3 * t.hidden_size // len(n.qkv), t.hidden_size) for name in n.qkv]
+            linears += [(n.o, t.hidden_size, t.hidden_size), (n.down, t.hidden_size, t.intermediate_size)]
+            linears += [(name, t.intermediate_size, t.hidden_size) for name in (n.gate, n.up) if name]
+            for name, outputs, inputs in linears:
+                yield from _linear(f"{layer}.{name}", outputs, inputs, n.biases)
+        yield from self._projector(f"{self.prefix}{n.projector}", t.hidden_size)
+        for i in range(len(t.deep_layers)):
+            yield from self._projector(f"{self.prefix}{n.deep_projector.format(i)}", t.merged_size)
+
+    def _projector(self, name: str, norm: int) -> Iterator[tuple[str, Shape]]:
+        n, t = self.names, self.tower
+        yield from self._norm(f"{name}.{n.projector_norm}", norm)
+        first = (t.merged_size, t.merged_size)
+        if n.merge:
+            yield f"{name}.{n.merge}.weight", (t.hidden_size, t.merged_size)
+            first = (t.out_size, t.hidden_size)
+        yield from _linear(f"{name}.{n.first}", *first, t.projector_bias)
+        yield from _linear(f"{name}.{n.second}", t.out_size, first[0], t.projector_bias)
+
+    def _norm(self, name: str, size: int) -> Iterator[tuple[str, Shape]]:
+        yield f"{name}.weight", (size,)
+        if self.names.layer_norms:
+            yield f"{name}.bias", (size,)
+
+
+def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (outputs, inputs)
+    if bias:
+        yield f"{name}.bias", (outputs,)
+
+
+def tower_of(folder: Path) -> VisionConfig | None:
+    """As ``vision_config``. Raises ModelConfigError where config.json is no JSON object."""
+    return vision_config(folder, read_json(folder / "config.json"))
+
+
+def vision_config(folder: Path, config: dict[str, Any]) -> VisionConfig | None:
+    """Return the tower of the model in ``folder``, or None: its text is served, without images.
+
+    ``config``: its config.json. A warning is logged where something is not built, or a tensor cannot be used.
+    A folder without weights passes."""
+    try:
+        architecture = architecture_of(config)
+        if architecture not in TOWERS or not config.get("vision_config"):
+            return None
+        text = FAMILIES[architecture].of(config).config(config)
+        names, read = TOWERS[architecture]
+        tower = read(folder, config, text)
+        return _as_stored(folder, names, tower)
+    except ModelConfigError as error:
+        reason = f"{error}"
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        reason = f"config.json: a value of vision_config is of the wrong type ({error!r:.200})"
+    _log.warning("%s: text alone is served, without images: %s", folder, reason)
+    return None
+
+
+def _as_stored(folder: Path, names: TowerNames, tower: Tower) -> VisionConfig:
+    """Find the prefix of the folder's tensors. Raises ModelConfigError where one of them cannot be used."""
+    found = [VisionConfig(names, prefix, tower) for prefix in names.prefixes]
+    try:
+        stored = stored_tensors(folder)
+    except WeightsError:  # ``check_model_folder`` raises it
+        return found[0]
+    first = next((each for each in found if f"{each.prefix}{names.patches}.weight" in stored), found[0])
+    _check(stored, first.expected_tensors())
+    return first
+
+
+def _check(stored: dict[str, StoredTensor], expected: dict[str, Shape]) -> None:
+    for name, shape in expected.items():
+        if name not in stored:
+            raise ModelConfigError(f"the checkpoint has no tensor {name!r} of the vision tower")
+        found = stored[name]
+        if found.shape != shape:
+            raise ModelConfigError(
+                f"tensor {name!r} has shape {list(found.shape)}, config.json implies {list(shape)}"
+            )
+        if found.dtype not in PLAIN:
+            raise ModelConfigError(
+                f"tensor {name!r} is {found.dtype}; a vision tower with quantised weights is not built"
+            )

@@ -1,0 +1,274 @@
+"""The vision towers that are served, by the architecture that config.json names. Free of torch.
+
+To add one whose layers are as these are: its names, and what reads its sizes. Its features are compared with
+transformers' (tests/engine/vision).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ModelConfigError
+from ..model.config_values import positive_int
+from .pixel_rules import PixelRules, check_sizes, pixel_rules
+
+Activation = Literal["gelu", "gelu_tanh", "silu"]
+ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+CHANNELS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TowerNames:
+    """Names in the checkpoint, without ``.weight`` and ``.bias``; a name "" is not there.
+
+    prefixes     of all names, in checkpoints of different writers
+    layer        with the names of the second group within
+    projector    with those of the third group within; deep_projector: those for deeper layers of the decoder
+    has_frames   the weight of ``patches`` has one part for each frame of a video
+    layer_norms  norms subtract the mean, and have biases
+    column_rope  columns turn by other angles than rows
+    """
+
+    prefixes: tuple[str, ...]
+    patches: str
+    layer: str
+    projector: str
+
+    norm_1: str
+    norm_2: str
+    qkv: tuple[str, ...]
+    o: str
+    gate: str
+    up: str
+    down: str
+
+    projector_norm: str
+    merge: str
+    first: str
+    second: str
+
+    eps: float
+    biases: bool
+    layer_norms: bool = False
+    has_frames: bool = True
+    patch_bias: bool = False
+    patch_norm: str = ""
+    positions: str = ""
+    deep_projector: str = ""
+    column_rope: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Sizes of a vision tower.
+
+    num_frames   a still image stands for as many frames of a video
+    merge_size   patches in a row, and in a column, that become one row of embeddings
+    out_size     numbers of an embedding: the decoder's hidden_size
+    grid         rows, and columns, of the table of learned positions; 0: there is none
+    deep_layers  whose outputs are added behind the decoder's first layers, by number
+    window       rows, and columns, of embeddings that attend to each other alone; 0: all do
+    full_layers  in which all patches attend to each other all the same, by number
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    num_frames: int
+    merge_size: int
+    out_size: int
+    activation: Activation
+    projector_activation: Activation
+    projector_eps: float
+    projector_bias: bool
+    theta: float
+    pixels: PixelRules
+    grid: int = 0
+    deep_layers: tuple[int, ...] = ()
+    window: int = 0
+    full_layers: tuple[int, ...] = ()
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def merged_size(self) -> int:
+        return self.hidden_size * self.merge_size**2
+
+
+Read = Callable[[Path, dict[str, Any], dict[str, Any]], Tower]
+"""From the folder, config.json, and that of the text model with its defaults. Raises ModelConfigError."""
+
+
+def _read_qwen(folder: Path, config: dict[str, Any], defaults: dict[str, Any]) -> Tower:
+    """What Qwen's towers share."""
+    vision = {**defaults, **config["vision_config"]}
+    tower = Tower(
+        hidden_size=positive_int(vision, "hidden_size"),
+        intermediate_size=positive_int(vision, "intermediate_size"),
+        num_layers=positive_int(vision, "depth"),
+        num_heads=positive_int(vision, "num_heads"),
+        patch_size=positive_int(vision, "patch_size"),
+        num_frames=positive_int(vision, "temporal_patch_size"),
+        merge_size=positive_int(vision, "spatial_merge_size"),
+        out_size=positive_int(vision, "out_hidden_size"),
+        activation=_activation(vision["hidden_act"]),
+        projector_activation="gelu",
+        projector_eps=1e-6,
+        projector_bias=True,
+        theta=_theta(vision),
+        pixels=pixel_rules(folder),
+    )
+    check_sizes(folder, tower.patch_size, tower.merge_size, tower.num_frames)
+    return _checked(tower, vision)
+
+
+def read_qwen_2_5(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
+    tower = _fitting(_read_qwen(folder, config, QWEN_2_5_DEFAULTS), text)
+    vision = {**QWEN_2_5_DEFAULTS, **config["vision_config"]}
+    window = positive_int(vision, "window_size") // tower.merge_size // tower.patch_size
+    if not window:
+        raise _missing(f"window_size {vision['window_size']}, which is less than a row of embeddings has")
+    return replace(tower, window=window, full_layers=_layers(vision["fullatt_block_indexes"], tower))
+
+
+def read_qwen_3(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
+    tower = _fitting(_read_qwen(folder, config, QWEN_3_DEFAULTS), text)
+    vision = {**QWEN_3_DEFAULTS, **config["vision_config"]}
+    places = positive_int(vision, "num_position_embeddings")
+    if math.isqrt(places) ** 2 != places:
+        raise _missing(f"num_position_embeddings {places}, which is no square")
+    return replace(tower, grid=math.isqrt(places))
+
+
+def read_qwen_3_deep(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
+    tower = read_qwen_3(folder, config, text)
+    given = config["vision_config"].get("deepstack_visual_indexes", [8, 16, 24])
+    deep_layers = _layers(given, tower)
+    if len(deep_layers) > (layers := positive_int(text, "num_hidden_layers")):
+        raise _missing(f"{len(deep_layers)} deepstack_visual_indexes for a decoder of {layers} layers")
+    return replace(tower, deep_layers=deep_layers)
+
+
+def read_pixtral(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
+    vision = {**PIXTRAL_DEFAULTS, **config["vision_config"]}
+    if (kind := vision.get("model_type", "pixtral")) != "pixtral":
+        raise _missing(f"a vision tower of type {kind!r:.100}")
+    if (layer := config.get("vision_feature_layer", -1)) not in (-1, [-1]):
+        raise _missing(f"vision_feature_layer {layer!r:.100} (known: -1)")
+    tower = Tower(
+        hidden_size=positive_int(vision, "hidden_size"),
+        intermediate_size=positive_int(vision, "intermediate_size"),
+        num_layers=positive_int(vision, "num_hidden_layers"),
+        num_heads=positive_int(vision, "num_attention_heads"),
+        patch_size=positive_int(vision, "patch_size"),
+        num_frames=1,
+        merge_size=positive_int({"spatial_merge_size": 2, **config}, "spatial_merge_size"),
+        out_size=positive_int(text, "hidden_size"),
+        activation=_activation(vision["hidden_act"]),
+        projector_activation=_activation(config.get("projector_hidden_act", "gelu")),
+        projector_eps=float(text.get("rms_norm_eps", 1e-6)),
+        projector_bias=bool(config.get("multimodal_projector_bias", False)),
+        theta=_theta(vision),
+        pixels=pixel_rules(folder),
+    )
+    return _checked(tower, {"in_channels": vision.get("num_channels"), **vision})
+
+
+def _checked(tower: Tower, vision: dict[str, Any]) -> Tower:
+    """Raises ModelConfigError where heads do not divide the size, or there are other channels than RGB."""
+    if tower.hidden_size % tower.num_heads or tower.head_dim % 4:
+        raise _missing(
+            f"{tower.num_heads} heads for hidden_size {tower.hidden_size}; a head must have a multiple of 4"
+        )
+    if vision.get("head_dim") not in (None, tower.head_dim):
+        raise _missing(f"head_dim {vision['head_dim']!r:.100}; of {tower.num_heads} heads: {tower.head_dim}")
+    if vision.get("in_channels") not in (None, CHANNELS):
+        raise _missing(f"images of {vision['in_channels']!r:.100} channels")
+    return tower
+
+
+def _fitting(tower: Tower, text: dict[str, Any]) -> Tower:
+    if tower.out_size != (size := positive_int(text, "hidden_size")):
+        raise _missing(f"out_hidden_size {tower.out_size} for a decoder of hidden_size {size}")
+    return tower
+
+
+def _layers(given: Any, tower: Tower) -> tuple[int, ...]:
+    if not isinstance(given, list) or not all(type(i) is int and 0 <= i < tower.num_layers for i in given):
+        raise _missing(f"layers {given!r:.100}; there are {tower.num_layers}")
+    if given != sorted(set(given)):
+        raise _missing(f"layers {given!r:.100}, which are not in order")
+    return tuple(given)
+
+
+def _activation(name: Any) -> Activation:
+    if name not in ACTIVATIONS:
+        raise _missing(f"hidden_act {name!r:.100} (known: {', '.join(ACTIVATIONS)})")
+    return ACTIVATIONS[name]
+
+
+def _theta(vision: dict[str, Any]) -> float:
+    rope = vision.get("rope_parameters") or {}
+    if rope.get("rope_type", "axial") not in ("axial", "default"):
+        raise _missing(f"rope_type {rope['rope_type']!r:.100}")
+    theta = float(rope.get("rope_theta", vision.get("rope_theta", 1e4)))
+    if not 1 <= theta <= 1e12:
+        raise _missing(f"rope_theta {theta}")
+    return theta
+
+
+def _missing(what: str) -> ModelConfigError:
+    return ModelConfigError(f"config.json: vision_config: {what} is not built")
+
+
+QWEN_2_5_DEFAULTS = {
+    "hidden_size": 3584, "intermediate_size": 3420, "depth": 32, "num_heads": 16, "patch_size": 14,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 3584, "hidden_act": "silu",
+    "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+QWEN_3_DEFAULTS = {
+    "hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16, "patch_size": 16,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 3584,
+    "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304,
+}  # fmt: skip
+PIXTRAL_DEFAULTS = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "patch_size": 16, "hidden_act": "gelu",
+}  # fmt: skip
+QWEN_2_5 = TowerNames(
+    prefixes=("visual.", "model.visual."), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
+    norm_1="norm1", norm_2="norm2", qkv=("attn.qkv",), o="attn.proj",
+    gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj",
+    projector_norm="ln_q", merge="", first="mlp.0", second="mlp.2", eps=1e-6, biases=True,
+)  # fmt: skip
+QWEN_3 = TowerNames(
+    prefixes=("model.visual.", "visual."), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
+    norm_1="norm1", norm_2="norm2", qkv=("attn.qkv",), o="attn.proj",
+    gate="", up="mlp.linear_fc1", down="mlp.linear_fc2",
+    projector_norm="norm", merge="", first="linear_fc1", second="linear_fc2", eps=1e-6, biases=True,
+    layer_norms=True, patch_bias=True, positions="pos_embed", deep_projector="deepstack_merger_list.{}",
+)  # fmt: skip
+PIXTRAL = TowerNames(
+    prefixes=("", "model."), patches="vision_tower.patch_conv", layer="vision_tower.transformer.layers.{}",
+    projector="multi_modal_projector", norm_1="attention_norm", norm_2="ffn_norm",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"), o="attention.o_proj",
+    gate="feed_forward.gate_proj", up="feed_forward.up_proj", down="feed_forward.down_proj",
+    projector_norm="norm", merge="patch_merger.merging_layer", first="linear_1", second="linear_2",
+    eps=1e-5, biases=False, has_frames=False, patch_norm="vision_tower.ln_pre", column_rope=True,
+)  # fmt: skip
+TOWERS: dict[str, tuple[TowerNames, Read]] = {
+    "Mistral3ForConditionalGeneration": (PIXTRAL, read_pixtral),
+    "Qwen2_5_VLForConditionalGeneration": (QWEN_2_5, read_qwen_2_5),
+    "Qwen3VLForConditionalGeneration": (QWEN_3, read_qwen_3_deep),
+    "Qwen3VLMoeForConditionalGeneration": (QWEN_3, read_qwen_3_deep),
+    "Qwen3_5ForConditionalGeneration": (QWEN_3, read_qwen_3),
+    "Qwen3_5MoeForConditionalGeneration": (QWEN_3, read_qwen_3),
+}

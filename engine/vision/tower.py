@@ -1,0 +1,69 @@
+"""A vision tower in memory: an image's pixels become rows that stand in place of tokens' embeddings.
+
+One image at a time: the bits of its features never depend on other images. Each rank computes all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model.layers import LayerLoader
+from .config import VisionConfig
+from .encoder import Layer, Projector, linear, norm
+from .patches import grid_of, patches_of, places_of, windows_of
+from .positions import learned_positions, turns_of
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """Rows in the order of the image's tokens, [rows, hidden_size] each. ``deep``: to be added to the hidden
+    states behind the decoder's first layers, one behind each."""
+
+    rows: Tensor
+    deep: tuple[Tensor, ...]
+
+
+class VisionTower:
+    def __init__(self, config: VisionConfig, load: LayerLoader) -> None:
+        names, prefix, tower = config.names, config.prefix, config.tower
+        self.config, self._device, self._dtype = config, load.device, load.dtype
+        self._patches = linear(f"{prefix}{names.patches}", names.patch_bias, load)
+        self._norm = norm(config, f"{prefix}{names.patch_norm}", load) if names.patch_norm else None
+        self._table = load.whole_tensor(f"{prefix}{names.positions}.weight") if tower.grid else None
+        self._layers = [Layer(config, i, load) for i in range(tower.num_layers)]
+        self._projector = Projector(config, f"{prefix}{names.projector}", load)
+        deep = (f"{prefix}{names.deep_projector.format(i)}" for i in range(len(tower.deep_layers)))
+        self._deep = {
+            layer: Projector(config, name, load, merged=True)
+            for layer, name in zip(tower.deep_layers, deep, strict=True)
+        }
+        load.checkpoint.drop_pages()
+
+    def __call__(self, pixels: Tensor) -> ImageFeatures:
+        """``pixels``: uint8 [height, width, 3]. Raises ValueError where the sides do not fit."""
+        with torch.inference_mode():
+            return self._features(pixels)
+
+    def _features(self, pixels: Tensor) -> ImageFeatures:
+        self.config.num_rows(*pixels.shape[:2])
+        tower = self.config.tower
+        rows, columns = grid_of(pixels, tower)
+        places = places_of(rows, columns, tower.merge_size)
+        x = self._patches(patches_of(pixels.to(self._device), tower).to(self._dtype))
+        if self._norm is not None:
+            x = self._norm(x)
+        if self._table is not None:
+            x = x + learned_positions(self._table, places, rows, columns).to(x.dtype)
+        windows = windows_of(rows, columns, tower)
+        x, places = x[windows.order.to(self._device)], places[windows.order]
+        turns = turns_of(places, tower, self.config.names.column_rope, self._device)
+        deep = []
+        for i, layer in enumerate(self._layers):
+            x = layer(x, turns, ((1, len(x)),) if i in tower.full_layers else windows.runs)
+            if i in self._deep:
+                deep.append(self._deep[i](x))
+        back = windows.back.to(self._device)
+        return ImageFeatures(self._projector(x)[back], tuple(each[back] for each in deep))
