@@ -276,7 +276,10 @@ async def test_a_failure_ends_the_stream_with_an_event(
         ({"input": []}, "input"),
         ({"input": 7}, "input: must be a text or a list of items"),
         ({"input": [{"type": "message", "role": "robot", "content": "?"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
         ({"tools": [{"type": "computer_use_preview"}]}, "tools[0].type"),
         ({"tools": [{"type": "code_interpreter"}]}, "runs no tool of type 'code_interpreter'"),
         ({"tools": [{"type": "custom", "name": "x", "format": LARK}]}, "tools[0].format.syntax"),
