@@ -116,7 +116,6 @@ class HttpExchange:
             request_id=choice.request_id,
             prompt_token_ids=prompt.token_ids,
             images=prompt.images,
-            rope_shift=prompt.rope_shift,
             sampling=plan.sampling_of(prompt_number, candidate),
             sink=TimedSink(sink) if self._service.times_tokens else sink,
             arrival=self.account.arrival,

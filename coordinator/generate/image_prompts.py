@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...transport.messages.images import MAX_IMAGES, MAX_PIXEL_BYTES, Image, image_name, image_token_ids
-from ..errors import ContextTooLong, InvalidRequest, WrongField
-from ..images.reading import decoded, read_image
+from ..errors import ContextTooLong, WrongField
+from ..images.reading import MAX_PIXELS_IN_ALL, decoded, opened, resized
 from ..images.rules import ImageRules, NoImages
 from ..text.served_model import ServedModel
 from .bodies.content import ImagePart
@@ -17,10 +17,15 @@ Found = Sequence[tuple[str, ImagePart]]
 """The images of a chat, each with the path of its message's content."""
 
 
+TOO_MANY_PIXELS = (
+    f"as the model takes them, the images have more than {MAX_PIXEL_BYTES >> 20} MiB of pixels together; "
+    "send fewer"
+)
+
+
 class ImagePrompt(NamedTuple):
     token_ids: list[int]
     images: tuple[Image, ...]
-    rope_shift: int
 
 
 def images_of(messages: Iterable[Message]) -> Found:
@@ -53,31 +58,37 @@ def with_images(token_ids: Sequence[int], found: Found, rules: ImageRules, most:
 
     Raises InvalidRequest if an image cannot be read, and ContextTooLong above ``most`` tokens.
     """
-    ids, images, shift, at, room = list[int](), list[Image](), 0, 0, MAX_PIXEL_BYTES
+    ids, images, at, room = list[int](), list[Image](), 0, MAX_PIXEL_BYTES
+    num_looked_at = 0
     for path, part in found:
         mark = token_ids.index(rules.token_id, at)
         ids += token_ids[at:mark]
         at = mark + 1
         try:
-            picture = read_image(decoded(part.data), rules.bounded_size)
+            picture = opened(decoded(part.data))
+            if (num_looked_at := num_looked_at + picture.width * picture.height) > MAX_PIXELS_IN_ALL:
+                raise ValueError(f"with those before it has more than {MAX_PIXELS_IN_ALL:,} pixels")
+            picture = resized(picture, rules.bounded_size)
         except ValueError as error:
             raise WrongField(path, f"part {part.number} is an image, but {error}") from error
         height, width = picture.height, picture.width
         if (room := room - 3 * height * width) < 0:
-            raise InvalidRequest(
-                f"As the model takes them, the images have more than {MAX_PIXEL_BYTES >> 20} MiB of pixels "
-                "together; send fewer.",
-                param="messages",
-            )
+            raise WrongField("messages", TOO_MANY_PIXELS)
         pixels = picture.tobytes()
         rows, columns = height // rules.side, width // rules.side
         own = iter(image_token_ids(image_name(height, width, pixels), rows * columns).tolist())
         tokens = [next(own) if one is None else one for one in rules.layout(rows, columns)]
         images.append(
-            Image(first=len(ids), num_tokens=len(tokens), height=height, width=width, pixels=pixels)
+            Image(
+                first=len(ids),
+                num_tokens=len(tokens),
+                height=height,
+                width=width,
+                pixels=pixels,
+                num_positions=rules.num_positions(rows, columns),
+            )
         )
         ids += tokens
-        shift += rules.rope_shift(rows, columns)
         if len(ids) > most:
             raise ContextTooLong(most, len(ids), None, param="messages", at_least=True)
-    return ImagePrompt([*ids, *token_ids[at:]], tuple(images), shift)
+    return ImagePrompt([*ids, *token_ids[at:]], tuple(images))

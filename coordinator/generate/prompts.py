@@ -37,8 +37,6 @@ class Prompt(NamedTuple):
     token_ids: Sequence[int]
     text: str = ""
     images: tuple[Image, ...] = ()
-    rope_shift: int = 0
-    """See ``RequestSpec``."""
     image_id: int = 0
     """Shown to clients for each token of an image that has a feature."""
 
@@ -174,7 +172,7 @@ def chat_prompt(
     if not images:
         return Prompt(token_ids, text)
     placed = with_images(token_ids, images, rules, model.max_model_len if most is None else most)
-    return Prompt(placed.token_ids, text, placed.images, placed.rope_shift, rules.token_id)
+    return Prompt(placed.token_ids, text, placed.images, rules.token_id)
 
 
 def encode(

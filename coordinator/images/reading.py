@@ -17,10 +17,12 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 BICUBIC = 3
 """Pillow's number of the filter."""
 NAMES = "PNG, JPEG, WebP or GIF"
-MAX_MEGAPIXELS = 64
+MAX_PIXELS = 64_000_000
 """Looked at before an image is decoded, which takes up to 12 bytes a pixel."""
-LARGE_MEGAPIXELS = 4
-"""Larger images are decoded and resized one at a time, for their memory."""
+MAX_PIXELS_IN_ALL = 4 * MAX_PIXELS
+"""For one request: to decode as many takes seconds."""
+LARGE_PIXELS = 4_000_000
+"""Images of more are decoded and resized one at a time, for their memory."""
 _large = Lock()
 
 
@@ -32,9 +34,8 @@ def decoded(data: str) -> bytes:
         raise ValueError("its data is no base64") from error
 
 
-def read_image(data: bytes, size: Callable[[int, int], tuple[int, int]]) -> Picture:
-    """Return an image in RGB, turned as its EXIF asks, with white behind what is transparent, and resized to
-    ``size(height, width)``.
+def opened(data: bytes) -> Picture:
+    """Return an image of which only the beginning has been read: its size is known.
 
     Raises ValueError with what is wrong, as the end of a sentence about the image.
     """
@@ -48,18 +49,24 @@ def read_image(data: bytes, size: Callable[[int, int], tuple[int, int]]) -> Pict
         WebPImagePlugin,
     )
 
+    too_large = f"it has more than {MAX_PIXELS // 1_000_000} megapixels; send it smaller"
     try:
         picture: Picture = Image.open(BytesIO(data), formats=FORMATS)
-        num_pixels = picture.width * picture.height
     except UnidentifiedImageError as error:
         raise ValueError(f"it is no {NAMES}, or its beginning is damaged") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        num_pixels = MAX_MEGAPIXELS * 1_000_000 + 1
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(too_large) from error
     except Exception as error:  # the library raises what its parsers happen upon
         raise ValueError(_damaged(error)) from error
-    if num_pixels > MAX_MEGAPIXELS * 1_000_000:
-        raise ValueError(f"it has more than {MAX_MEGAPIXELS} megapixels; send it smaller")
-    with _large if num_pixels > LARGE_MEGAPIXELS * 1_000_000 else nullcontext():
+    if picture.width * picture.height > MAX_PIXELS:
+        raise ValueError(too_large)
+    return picture
+
+
+def resized(picture: Picture, size: Callable[[int, int], tuple[int, int]]) -> Picture:
+    """Return an opened image in RGB, turned as its EXIF asks, with white behind what is transparent, and
+    resized to ``size(height, width)``. Raises ValueError like ``opened``, or as ``size`` does."""
+    with _large if picture.width * picture.height > LARGE_PIXELS else nullcontext():
         try:
             picture = _in_rgb(picture)
         except Exception as error:
@@ -74,9 +81,10 @@ def _in_rgb(picture: Picture) -> Picture:
     ImageOps.exif_transpose(picture, in_place=True)
     if "A" not in picture.getbands() and picture.info.get("transparency") is None:
         return picture.convert("RGB")
-    picture = picture.convert("RGBA")
-    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, picture).convert("RGB")
+    if picture.mode != "RGBA":
+        picture = picture.convert("RGBA")
+    picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255, 255, 255, 255)), picture)
+    return picture.convert("RGB")
 
 
 def _damaged(error: Exception) -> str:

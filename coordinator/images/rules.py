@@ -49,9 +49,8 @@ class ImageRules(ABC):
         """Return the ids of an image's tokens; None: one with a feature."""
 
     @abstractmethod
-    def rope_shift(self, rows: int, columns: int) -> int:
-        """Return by how much rope positions behind an image are less than without one, as 0 or a negative
-        number."""
+    def num_positions(self, rows: int, columns: int) -> int:
+        """Return ``Image.num_positions``."""
 
     def bounded_size(self, height: int, width: int) -> tuple[int, int]:
         """Return ``size``, of an image that a request has room for. Raises ValueError."""
@@ -85,8 +84,8 @@ class QwenImages(ImageRules):
     def layout(self, rows: int, columns: int) -> list[int | None]:
         return [None] * (rows * columns)
 
-    def rope_shift(self, rows: int, columns: int) -> int:
-        return max(rows, columns) - rows * columns
+    def num_positions(self, rows: int, columns: int) -> int:
+        return max(rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class PixtralImages(ImageRules):
         row = [*[None] * columns, self.row_end]
         return [*(row * rows)[:-1], self.image_end]
 
-    def rope_shift(self, rows: int, columns: int) -> int:
+    def num_positions(self, rows: int, columns: int) -> int:
         return 0
 
 
@@ -122,7 +121,7 @@ def image_rules(
 ) -> ImageRules | NoImages:
     """Return the rules by the contents of config.json, preprocessor_config.json and processor_config.json.
 
-    ``id_of`` returns a token's id. Raises ValueError if a number is none, or of no use.
+    ``id_of`` returns a token's id.
     """
     family, nested = config.get("model_type"), processor.get("image_processor")
     options = nested if isinstance(nested, dict) else preprocessor
@@ -135,12 +134,8 @@ def image_rules(
         if family == "mistral3":
             return _pixtral(config, options, processor, id_of)
         return _qwen(config, options, QWEN_PATCHES[family], id_of)
-    except _NotBuilt as error:
+    except ValueError as error:
         return NoImages(str(error))
-
-
-class _NotBuilt(Exception):
-    pass
 
 
 def _qwen(
@@ -172,10 +167,10 @@ def _pixtral(
     height, width = (longest if "longest_edge" in size else _number(size, of, longest) for of in SIDES)
     largest = _number(vision, "image_size", 1024)
     if -(-max(height, width) // side) * side > largest:
-        raise _NotBuilt(f"its image processor allows {max(height, width)} pixels, its tower {largest}")
+        raise ValueError(f"its image processor allows {max(height, width)} pixels, its tower {largest}")
     token, ends = "[IMG]", [id_of(end) for end in ("[IMG_BREAK]", "[IMG_END]")]
     if None in ends:
-        raise _NotBuilt("its tokenizer has no [IMG_BREAK] or no [IMG_END]")
+        raise ValueError("its tokenizer has no [IMG_BREAK] or no [IMG_END]")
     row_end, image_end = (end or 0 for end in ends)
     return PixtralImages(
         token, _id(config, token, id_of), side, height, width, row_end=row_end, image_end=image_end
@@ -189,14 +184,14 @@ def _id(config: Mapping[str, Any], token: str, id_of: Callable[[str], int | None
     """Return the id of the token that stands for an image."""
     named = config.get("image_token_id", config.get("image_token_index"))
     if (found := id_of(token)) is None or named not in (None, found):
-        raise _NotBuilt(f"its tokenizer has {token} as {found}, its config.json as {named}")
+        raise ValueError(f"its tokenizer has {token} as {found}, its config.json as {named}")
     return found
 
 
 def _check_same(options: Mapping[str, Any], vision: Mapping[str, int]) -> None:
     for name, value in vision.items():
         if (asked := options.get(name)) not in (None, value, {"height": value, "width": value}):
-            raise _NotBuilt(f"its image processor has {name} {asked!r}, its config.json {value}")
+            raise ValueError(f"its image processor has {name} {asked!r}, its config.json {value}")
 
 
 def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

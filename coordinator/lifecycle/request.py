@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ...transport.messages.blocks import chain, root_hash
-from ...transport.messages.images import Image
+from ...transport.messages.images import Image, rope_shift
 from ...transport.messages.messages import (
     FinishReason,
     ModelIdentity,
@@ -122,7 +122,6 @@ class Request:
     traceparent: str = ""  # of its span; empty: it leaves no trace
     answer_id: bytes = b""  # by which its client may have the answer resumed; empty: it may not
     images: tuple[Image, ...] = ()  # of the prompt
-    rope_shift: int = 0  # see ``RequestSpec``
 
     # Its state.
     state: State = field(init=False, default="queue")
@@ -241,7 +240,7 @@ class Request:
             answer_id=self.answer_id,
             adapter=self.adapter,
             embeds=self.embeds,
-            rope_shift=self.rope_shift,
+            rope_shift=rope_shift(self.images),
         )
 
 

@@ -133,7 +133,7 @@ class Clients:
             id = f"{before.request_id}{mark}"
             prompt, sampling, salt = before.prompt_token_ids, before.sampling, before.salt
             request = Request(id, prompt, sampling, ClosedSink(), 0.0, 90.0, before.priority, salt=salt)
-            for name in ("answer_id", "adapter", "adapter_name", "images", "rope_shift"):
+            for name in ("answer_id", "adapter", "adapter_name", "images"):
                 setattr(request, name, getattr(before, name))
             coordinator.run(self._submit, request, coordinator)
 

@@ -48,7 +48,6 @@ def choose(draw: Random, request: Request, takes_images: bool) -> None:
             )
         )
     request.prompt_token_ids, request.images = ids, tuple(images)
-    request.rope_shift = sum(image.num_positions - image.num_tokens for image in images)
 
 
 def read_prompt(request: Request) -> list[int]:
@@ -62,7 +61,8 @@ def read_prompt(request: Request) -> list[int]:
 
 def read_output(request: Request, token: int) -> int:
     """Return what the model reads of a token of its answer."""
-    return token + request.rope_shift * sum(map(sum, OF_AXES))
+    shift = sum(image.num_positions - image.num_tokens for image in request.images)
+    return token + shift * sum(map(sum, OF_AXES))
 
 
 def as_read(batch: Batch, token_ids: Sequence[int]) -> list[int]:

@@ -92,3 +92,25 @@ def in_base64(file: bytes) -> str:
 
 def data_url(file: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{in_base64(file)}"
+
+
+CHAT, RESPONSES, CLAUDE, LLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
+WIDE, TALL = encoded(picture(70, 100)), encoded(picture(160, 64, seed=1))
+PAD = "<|image_pad|>"
+
+
+def part(file: bytes, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(file), **more}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def of(*parts: Any, role: str = "user") -> dict[str, Any]:
+    """Return a message of parts."""
+    return {"role": role, "content": [*parts]}
+
+
+def source(file: bytes) -> dict[str, Any]:
+    return {"type": "base64", "media_type": "image/png", "data": in_base64(file)}

@@ -64,6 +64,11 @@ def image_token_ids(name: bytes, count: int) -> NDArray[np.uint32]:
     return words % FIRST_IMAGE_ID + np.uint32(FIRST_IMAGE_ID)
 
 
+def rope_shift(images: Sequence[Image]) -> int:
+    """Return ``RequestSpec.rope_shift``."""
+    return sum(image.num_positions - image.num_tokens for image in images if image.num_positions)
+
+
 def rope_positions(images: Sequence[Image], num_tokens: int) -> NDArray[np.int32] | None:
     """Return the positions of a text with images: int32 [3, num_tokens], in time, by rows and by columns,
     which differ within images alone (Wang et al., Qwen2-VL, 2024, section 2.1). None: they are 0, 1, 2,

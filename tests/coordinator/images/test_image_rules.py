@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from support.image_models import PREPROCESSORS, encoded, picture, write_image_mo
 from transformers.models.pixtral import image_processing_pil_pixtral as with_pillow
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from splitserve.coordinator.images.reading import read_image
-from splitserve.coordinator.images.rules import ImageRules, PixtralImages, QwenImages
+from splitserve.coordinator.images.reading import opened, resized
+from splitserve.coordinator.images.rules import ImageRules, NoImages, PixtralImages, QwenImages
 from splitserve.coordinator.text.served_model import ServedModel
 
 SIDES = {"qwen2_5_vl": 28, "qwen3_vl": 32, "mistral3": 28}
@@ -67,7 +69,7 @@ def test_pixels_are_those_of_transformers(rules: dict[str, ImageRules], family: 
             with pytest.raises(ValueError, match=r"narrow|times as long"):
                 rules[family].size(*size)
             return
-        ours = read_image(encoded(image), rules[family].bounded_size)
+        ours = resized(opened(encoded(image)), rules[family].bounded_size)
         assert ours.mode == "RGB"
         assert np.array_equal(np.asarray(ours), theirs)
 
@@ -111,3 +113,68 @@ def test_tokens_of_rows_are_those_of_transformers(their_pixtral: Any) -> None:
     for rows, columns in itertools.product(range(1, 5), repeat=2):
         text = processor.replace_image_token({"image_sizes": [(28 * rows, 28 * columns)]}, 0)
         assert rules.layout(rows, columns) == [ids[f"[{word}"] for word in text.split("[")[1:]]
+
+
+def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return a copy with another value; None: without it."""
+    *above, name = path.split(".")
+    values = copy.deepcopy(values)
+    inner = values
+    for each in above:
+        inner = inner.setdefault(each, {})
+    inner[name] = value
+    if value is None:
+        del inner[name]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "path", "value", "why"),
+    [
+        ("qwen3_vl", "config", "model_type", "gemma3", "images are not built for 'gemma3'"),
+        ("qwen3_vl", "config", "image_token_id", 5, "its config.json as 5"),
+        ("qwen3_vl", "config", "vision_config.patch_size", 14, "patch_size 16, its config.json 14"),
+        ("qwen3_vl", "config", "vision_config.patch_size", [16], "patch_size must be a whole number"),
+        ("qwen3_vl", "config", "vision_config", [16], "vision_config must be an object"),
+        ("qwen3_vl", "preprocessor_config", "merge_size", 4, "merge_size 4, its config.json 2"),
+        ("qwen3_vl", "preprocessor_config", "resample", 2, "resample 2, which is not built"),
+        ("qwen3_vl", "preprocessor_config", "do_resize", False, "do_resize False, which is not built"),
+        ("qwen3_vl", "preprocessor_config", "size.shortest_edge", 1 << 20, "the first is larger"),
+        ("qwen3_vl", "preprocessor_config", "size.longest_edge", 0, "longest_edge must be a whole number"),
+        ("mistral3", "preprocessor_config", "size.longest_edge", 1540, "allows 1540 pixels, its tower 168"),
+        ("mistral3", "processor_config", "patch_size", 16, "patch_size 16, its config.json 14"),
+    ],
+)
+def test_why_a_checkpoint_takes_no_images(
+    folders: dict[str, Path], tmp_path: Path, family: str, file: str, path: str, value: Any, why: str
+) -> None:
+    """Its text is served all the same."""
+    for each in folders[family].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    of = tmp_path / f"{file}.json"
+    of.write_text(json.dumps(changed(json.loads(of.read_text()) if of.exists() else {}, path, value)))
+    images = ServedModel.load(tmp_path, "x").images
+    assert isinstance(images, NoImages)
+    assert why in images.why
+
+
+def test_files_of_the_image_processor(folders: dict[str, Path], tmp_path: Path) -> None:
+    """That of the processor goes before the older one; without either the defaults are transformers'."""
+    for each in folders["qwen2_5_vl"].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    older = tmp_path / "preprocessor_config.json"
+
+    def bounds() -> tuple[int, int]:
+        images = ServedModel.load(tmp_path, "x").images
+        assert isinstance(images, QwenImages)
+        return images.least_pixels, images.most_pixels
+
+    options = PREPROCESSORS["qwen2_5_vl"]
+    assert bounds() == (options["min_pixels"], options["max_pixels"])
+    newer = tmp_path / "processor_config.json"
+    newer.write_text(json.dumps({"image_processor": {"size": {"shortest_edge": 5, "longest_edge": 70_000}}}))
+    assert bounds() == (5, 70_000)
+    newer.unlink()
+    older.unlink()
+    size = Qwen2VLImageProcessorPil().size
+    assert bounds() == (size["shortest_edge"], size["longest_edge"])

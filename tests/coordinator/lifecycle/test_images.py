@@ -7,8 +7,8 @@ from support.lifecycle_bench import Bench, ends, sent
 from splitserve.transport.messages.coordinator import Prefill
 from splitserve.transport.messages.images import Image
 
-IMAGE = Image(first=1, num_tokens=2, height=1, width=2, pixels=bytes(6))
-ASKED = {"prompt_token_ids": [5, 1 << 30, (1 << 30) + 1, 6], "images": (IMAGE,), "rope_shift": -1}
+IMAGE = Image(first=1, num_tokens=2, height=1, width=2, pixels=bytes(6), num_positions=2)
+ASKED = {"prompt_token_ids": [5, 1 << 30, (1 << 30) + 1, 6], "images": (IMAGE,)}
 
 
 def bench_with_images() -> Bench:
