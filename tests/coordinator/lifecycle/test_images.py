@@ -7,8 +7,8 @@ from support.lifecycle_bench import Bench, ends, sent
 from splitserve.transport.messages.coordinator import Prefill
 from splitserve.transport.messages.images import Image
 
-IMAGE = Image(first=1, num_tokens=2, height=1, width=2, pixels=bytes(6), num_positions=2)
-ASKED = {"prompt_token_ids": [5, 1 << 30, (1 << 30) + 1, 6], "images": (IMAGE,)}
+IMAGE = Image(first=1, num_tokens=4, height=2, width=2, pixels=bytes(12), num_positions=2)
+ASKED = {"prompt_token_ids": [5, *range(1 << 30, (1 << 30) + 4), 6], "images": (IMAGE,)}
 
 
 def bench_with_images() -> Bench:
@@ -25,7 +25,7 @@ def test_an_attempt_after_a_death_has_the_images_too() -> None:
     assert second.spec.epoch == first.spec.epoch + 1
     for order in (first, second):
         assert order.images == (IMAGE,)
-        assert order.spec.rope_shift == -1
+        assert order.spec.rope_shift == -2
 
 
 def test_workers_that_take_no_images_get_none() -> None:
