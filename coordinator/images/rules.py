@@ -18,7 +18,9 @@ from .reading import BICUBIC
 MOST_PIXELS = MAX_PIXEL_BYTES // 3
 MAX_RATIO = 200
 """The longer side of an image over its shorter one, for Qwen's models."""
-QWEN_PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
+QWEN_PATCHES = {
+    "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16, "qwen3_5_moe": 16
+}  # fmt: skip
 """The pixels of a patch's side where config.json leaves them out, by family."""
 FIXED = {"do_resize": True, "resample": BICUBIC, "do_convert_rgb": True, "do_center_crop": False}
 """Options of image processors of which no other value is built."""
@@ -62,7 +64,7 @@ class ImageRules(ABC):
 
 @dataclass(frozen=True, slots=True)
 class QwenImages(ImageRules):
-    """Qwen2.5-VL, Qwen3-VL: any number of pixels within bounds, and positions in rows and columns."""
+    """Qwen2.5-VL, Qwen3-VL, Qwen3.5: any number of pixels within bounds; positions in rows and columns."""
 
     least_pixels: int
     most_pixels: int

@@ -34,7 +34,7 @@ class SamplingState:
     adapter: str = ""
     """Names the adapter by its content; empty: the model's own weights alone."""
     rope_shift: int = 0
-    """Of its outputs: the rope position less the index."""
+    """The rope position of an output less its index."""
     plain_greedy: bool = field(init=False)
     """Greedy, and nothing else: an argmax will do (min_tokens is looked at separately by the sampler)."""
 

@@ -44,7 +44,7 @@ def take_positions_from_the_first_part_of_a_step(patch: Patch) -> None:
     patch.setattr(batch, "joined_rope", lambda parts: None if parts[0].rope is None else joined(parts))
 
 
-def tell_no_images_apart(patch: Patch) -> None:
+def name_images_alike(patch: Patch) -> None:
     from simulation import images
 
     patch.setattr(images, "image_name", lambda *_: bytes(16))
@@ -60,6 +60,6 @@ BUGS = [
     (move_without_the_shift, "images"),
     (begin_each_chunk_with_the_first_feature, "images"),
     (take_positions_from_the_first_part_of_a_step, "images"),
-    (tell_no_images_apart, "images"),
+    (name_images_alike, "images"),
     (draft_images, "images"),
 ]

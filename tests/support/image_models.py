@@ -14,7 +14,7 @@ from PIL import Image
 
 from .families import ALL_FAMILIES, SMALL
 from .http_fakes import byte_level_tokenizer
-from .models import make_decisive
+from .models import make_decisive, name_as_published
 
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 QWEN, PIXTRAL = "<|vision_start|><|image_pad|><|vision_end|>", "[IMG]"
@@ -23,18 +23,21 @@ TEMPLATE = (
     "{% for part in m.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+QWEN_3 = {
+    "patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 40}
+}  # fmt: skip
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"patch_size": 14, "merge_size": 2, "min_pixels": 3136, "max_pixels": 28 * 28 * 40},
-    "qwen3_vl": {
-        "patch_size": 16,
-        "merge_size": 2,
-        "size": {"shortest_edge": 4096, "longest_edge": 32 * 32 * 40},
-    },
+    "qwen3_vl": QWEN_3,
+    "qwen3_vl_moe": QWEN_3,
+    "qwen3_5_images": QWEN_3,
     "mistral3": {"size": {"longest_edge": 154}},
 }
 VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {},
     "qwen3_vl": {"patch_size": 16},
+    "qwen3_vl_moe": {"patch_size": 16},
+    "qwen3_5_images": {"patch_size": 16},
     "mistral3": {"image_size": 168},
 }
 
@@ -67,6 +70,7 @@ def make_image_model(folder: Path, family: str) -> Any:
         if "visual" in name or "vision" in name:
             parameter.data *= 4  # else an image changes no token
     model.eval().save_pretrained(folder)
+    name_as_published(folder, family)
     return model
 
 

@@ -30,6 +30,13 @@ def make_checkpoint(
     make_decisive(model, seed)
     model = model.to(dtype).eval()
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    name_as_published(path, family)
+    write_byte_tokenizer(path)
+    return model
+
+
+def name_as_published(path: Path, family: str) -> None:
+    """Name and cut tensors as published, where transformers saves them otherwise."""
     if family == "kimi_k25":
         _name_layers(path / "model.safetensors")
     if family == "qwen3_vl_moe":
@@ -38,8 +45,6 @@ def make_checkpoint(
         _stack_experts(path / "model.safetensors")
     if family == "olmo_hybrid":
         _name_norms_and_cut_convolutions(path / "model.safetensors")
-    write_byte_tokenizer(path)
-    return model
 
 
 def _name_layers(file: Path) -> None:

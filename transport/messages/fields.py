@@ -174,8 +174,7 @@ class RequestSpec(Message, frozen=True, kw_only=True):
     answer_id: AnswerId = b""
     adapter: AdapterId = ""  # only a worker that has reported it is sent it
     embeds: bool = False  # with ``max_tokens`` 0: the hidden state of the last token is wanted
-    rope_shift: Annotated[int, Meta(ge=-MAX_REQUEST_TOKENS, le=0)] = 0
-    """Of a token behind all images: its rope position less its index."""
+    rope_shift: Annotated[int, Meta(ge=-MAX_REQUEST_TOKENS, le=0)] = 0  # behind all images, see images.py
 
     @property
     def num_tokens(self) -> int:

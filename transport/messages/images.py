@@ -1,7 +1,7 @@
 """Images in prompts. The coordinator decodes and resizes them; a prefill worker computes their features.
 
 Each feature stands at a token of its own, whose id is no word's: ``FIRST_IMAGE_ID`` and 30 bits that follow
-from the image's content. So all that names, caches, routes and moves blocks by token ids tells images apart.
+from the image's content. So whatever names, caches, routes or moves blocks by token ids does it for images.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from .fields import MAX_REQUEST_TOKENS, Message
 FIRST_IMAGE_ID = 1 << 30
 """No vocabulary is as large; ids from here on still fit int32."""
 MAX_IMAGES = 256
-MAX_PIXEL_BYTES = 64 << 20
-"""Of a request, in all."""
+MAX_PIXEL_BYTES = 64 << 20  # of all images of a request
 NAME_BYTES = 16
 
 
@@ -65,7 +64,7 @@ def image_token_ids(name: bytes, count: int) -> NDArray[np.uint32]:
 
 
 def rope_shift(images: Sequence[Image]) -> int:
-    """Return ``RequestSpec.rope_shift``."""
+    """Return the rope position of a token behind these images less its index."""
     return sum(image.num_positions - image.num_tokens for image in images if image.num_positions)
 
 

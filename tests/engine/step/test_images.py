@@ -1,70 +1,84 @@
-"""A prompt with images gives what transformers gives: in any chunks, from the cache, and in decode."""
+"""A chat with images gives what transformers gives: in any chunks, from the cache, and in decode. Its prompt
+is made as the coordinator makes it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import io
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image as Pillow
 from support.engines import engine_config
-from support.images import PLACEHOLDER, ImagePrompt, qwen_patches, transformers_inputs
-from support.models import make_checkpoint
-from torch import Tensor
+from support.image_models import PREPROCESSORS, data_url, encoded, make_image_model, picture
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
+from splitserve.coordinator.generate.prompts import Prompt, prompts_of
+from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.decode.rows import DecodeRows
-from splitserve.decode.sequences import DecodeSequence
+from splitserve.decode.sequences import DecodeSequence, divided
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import SamplingState
-from splitserve.engine.step.images import StepFeatures
 from splitserve.engine.step.model_runner import ModelRunner
+from splitserve.prefill.chunks import PrefillSequence
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport.messages.images import Image
+from splitserve.transport.messages.images import rope_shift
 from splitserve.transport.messages.messages import Peer, RequestSpec, SamplingParams, u32
 
-BLOCK_SIZE, NUM_BLOCKS, NUM_OUTPUTS = 8, 64, 9
+BLOCK_SIZE, NUM_BLOCKS, NUM_OUTPUTS = 8, 96, 9
 PEER = Peer(worker_id="d", incarnation=1, address="")
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_images", "mistral3")
+WIDE, TALL = encoded(picture(90, 150)), encoded(picture(120, 60, seed=1))
 
 
 @dataclass
-class Features:
-    rows: Tensor
-    deep: tuple[Tensor, ...]
+class Model:
+    """``theirs``: of transformers."""
 
+    family: str
+    theirs: Any
+    runner: ModelRunner
+    served: ServedModel
 
-@dataclass
-class TransformersTower:
-    """Computes an image's features by transformers."""
+    def prompt(self, *files: bytes) -> Prompt:
+        images = [{"type": "image_url", "image_url": {"url": data_url(file)}} for file in files]
+        content = [{"type": "text", "text": "Look: "}, *images, {"type": "text", "text": " What is this?"}]
+        asked = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": content}]})
+        return prompts_of(asked, self.served)[0]
 
-    model: Any
-    seen: list[tuple[int, int]] = field(default_factory=list)
-
-    def __call__(self, pixels: Tensor) -> Features:
-        height, width, _ = pixels.shape
-        self.seen.append((height, width))
-        image = Image(first=0, num_tokens=1, height=height, width=width, pixels=pixels.numpy().tobytes())
-        patches, grid = qwen_patches(image)
+    def expected(self, prompt: Prompt, answer: list[int], *files: bytes) -> list[int]:
+        """What transformers would have chosen at each of the answer's places."""
+        pictures = [Pillow.open(io.BytesIO(file)) for file in files]
+        options = {**PREPROCESSORS[self.family], "return_tensors": "pt"}
+        if self.family == "mistral3":
+            options["patch_size"] = 2 * self.theirs.config.vision_config.patch_size
+            inputs = dict(PixtralImageProcessorPil(**options)(pictures, return_tensors="pt"))
+        else:
+            inputs = dict(Qwen2VLImageProcessorPil(**options)(pictures))
+            self.theirs.model.rope_deltas = None
+        ids = torch.tensor([[*prompt.shown_ids, *answer[:-1]]])
+        if self.family != "mistral3":
+            inputs["mm_token_type_ids"] = (ids == self.theirs.config.image_token_id).int()
         with torch.inference_mode():
-            found = self.model.model.get_image_features(patches, torch.tensor([grid]))
-        deep = getattr(found, "deepstack_features", None) or []
-        return Features(found.pooler_output[0], tuple(layer[0] for layer in deep))
+            logits = self.theirs(input_ids=ids, **inputs).logits[0, len(prompt.token_ids) - 1 :]
+        return [int(token) for token in logits.argmax(dim=-1)]
 
 
-@dataclass
 class Served:
     """One worker's schedulers around a runner."""
 
-    runner: ModelRunner
-    chunk: int
-
-    def __post_init__(self) -> None:
-        self.blocks = BlockManager(NUM_BLOCKS)
-        self.scheduler = PrefillScheduler(self.blocks, BLOCK_SIZE, "kv", self.chunk, 4)
+    def __init__(self, runner: ModelRunner, chunk: int) -> None:
+        self.runner, self.state_blocks = runner, runner.loaded.layout.state_blocks
+        self.scheduler = PrefillScheduler(
+            BlockManager(NUM_BLOCKS - 24), BLOCK_SIZE, "kv", chunk, 4, state_blocks=self.state_blocks
+        )
         self.num_dispatched = 0
 
-    def answer(self, prompt: ImagePrompt, given: tuple[int, ...] = ()) -> list[int]:
-        """``given``: outputs that the client has already."""
+    def answer(self, prompt: Prompt, given: tuple[int, ...] = ()) -> tuple[list[int], int]:
+        """Tokens, and how many of the prompt were cached. ``given``: tokens that the client has already."""
         self.num_dispatched += 1
         params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
         spec = RequestSpec(
@@ -76,81 +90,76 @@ class Served:
             num_prompt_tokens=len(prompt.token_ids),
             sampling=params,
             deadline_s=60.0,
-            rope_shift=prompt.rope_shift,
+            rope_shift=rope_shift(prompt.images),
         )
-        sequence = self.scheduler.add(spec, PEER, 0.0, tuple(prompt.images))
-        outputs = [*given, self._first_token()]
-        state = SamplingState(params, prompt.token_ids, outputs, rope_shift=spec.rope_shift)
-        rows = DecodeRows(4, NUM_BLOCKS, BLOCK_SIZE)
-        decoding = DecodeSequence(
-            (1, 1), "r", state, list(sequence.blocks), ([], []), b"", frozenset(), 99, 60.0
-        )
+        sequence = self.scheduler.add(spec, PEER, 0.0, prompt.images)
+        token, handed_over = self._prefill(sequence)
+        outputs = [*given, token]
+        state = SamplingState(params, list(prompt.token_ids), outputs, rope_shift=spec.rope_shift)
+        spare = list(range(NUM_BLOCKS - 24, NUM_BLOCKS))  # for its second state, and for its new blocks
+        copy, more = spare[: self.state_blocks], spare[self.state_blocks :]
+        blocks, states = divided(handed_over, copy, spec.num_tokens)
+        decoding = DecodeSequence((1, 1), "r", state, blocks, states, b"", frozenset(), 99, 60.0)
+        rows = DecodeRows(4, NUM_BLOCKS, BLOCK_SIZE, self.state_blocks)
         rows.enter(decoding)
         while len(outputs) < NUM_OUTPUTS:
             while decoding in rows.beginning:
-                rows.add_block(decoding, NUM_BLOCKS - 1 - len(decoding.blocks))
+                rows.add_block(decoding, more.pop())
             step = rows.build()
             tokens = self.runner.execute(step.batch).token_ids
             outputs.append(int(tokens[0]))
             rows.settle(step, tokens)
         self.scheduler.unpin(sequence.key)
-        return outputs
+        return outputs, sequence.num_cached_tokens
 
-    def _first_token(self) -> int:
+    def _prefill(self, sequence: PrefillSequence) -> tuple[int, list[int]]:
         while (step := self.scheduler.schedule(0.0)) is not None:
-            output = self.runner.execute(step.batch)
+            output, handed_over = self.runner.execute(step.batch), sequence.handed_over
             for row, chunk in self.scheduler.complete(step):
                 if chunk.is_last:
-                    return int(output.token_ids[row])
+                    return int(output.token_ids[row]), list(handed_over)
         raise AssertionError("the prompt has no last chunk")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[ModelRunner, Any]:
-    folder = tmp_path_factory.mktemp(request.param)
-    theirs: Any = make_checkpoint(folder, request.param)
-    theirs.config.image_token_id = PLACEHOLDER
-    for parameter in theirs.model.visual.parameters():
-        parameter.data *= 4  # else what is added behind the first layer changes no token
-    runner = ModelRunner(engine_config(folder, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=256))
-    return runner, theirs
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder, family = tmp_path_factory.mktemp(request.param), request.param
+    theirs = make_image_model(folder, family)
+    config = engine_config(folder, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=256)
+    return Model(family, theirs, ModelRunner(config), ServedModel.load(folder, family))
 
 
-def two_images() -> ImagePrompt:
-    prompt = ImagePrompt().add_words(11, 12, 13).add_qwen_image(3, 5, 1).add_words(14, 15)
-    return prompt.add_qwen_image(4, 2, 2).add_words(16, 17, 18, 19)
+@pytest.mark.parametrize("chunk", [256, 7])
+def test_any_chunks_give_the_tokens_of_transformers(model: Model, chunk: int) -> None:
+    prompt, served = model.prompt(WIDE, TALL), Served(model.runner, chunk)
+    answer, cached = served.answer(prompt)
+    assert cached == 0
+    assert answer == model.expected(prompt, answer, WIDE, TALL)
+    again, cached = served.answer(prompt)
+    assert again == answer
+    has_states = served.state_blocks > 0  # then a prompt begins behind a snapshot, which may be missing
+    assert has_states or cached > len(prompt.token_ids) - 2 * BLOCK_SIZE
+    assert served.answer(prompt, given=tuple(answer[:4]))[0] == answer, "an attempt that goes on is the same"
 
 
-def expected(theirs: Any, prompt: ImagePrompt, answer: list[int]) -> list[int]:
-    theirs.model.rope_deltas = None
-    with torch.inference_mode():
-        logits = theirs(**transformers_inputs(prompt, answer[:-1])).logits[0, len(prompt.words) - 1 :]
-    return [int(token) for token in logits.argmax(dim=-1)]
+def test_answers_depend_on_the_image(model: Model) -> None:
+    served, answers = Served(model.runner, 256), set()
+    for seed in range(3):
+        file = encoded(picture(90, 150, seed=seed))
+        prompt = model.prompt(file)
+        answer, cached = served.answer(prompt)
+        assert answer == model.expected(prompt, answer, file)
+        assert cached < 2 * BLOCK_SIZE, "another image's blocks were taken"
+        answers.add(tuple(answer))
+    assert len(answers) > 1
 
 
-@pytest.mark.parametrize("chunk", [256, 16, 7])
-def test_any_chunks_give_the_tokens_of_transformers(model: tuple[ModelRunner, Any], chunk: int) -> None:
-    runner, theirs = model
-    tower = TransformersTower(theirs)
-    runner._images = StepFeatures(tower, runner.device)  # type: ignore[arg-type]
-    prompt, served = two_images(), Served(runner, chunk)
-    answer = served.answer(prompt)
-    assert answer == expected(theirs, prompt, answer)
-    assert tower.seen == [(84, 140), (112, 56)], "each image is computed once, whatever the chunks"
-    cached = served.answer(prompt)
-    assert cached == answer
-    assert served.answer(prompt, given=tuple(answer[:4])) == answer, "an attempt that goes on is the same"
-
-
-def test_answers_depend_on_the_image(model: tuple[ModelRunner, Any]) -> None:
-    runner, theirs = model
-    runner._images = StepFeatures(TransformersTower(theirs), runner.device)  # type: ignore[arg-type]
-    served = Served(runner, 256)
-    prompts = [
-        ImagePrompt().add_words(11, 12).add_qwen_image(3, 4, seed).add_words(14, 15) for seed in range(3)
-    ]
-    answers = [served.answer(prompt) for prompt in prompts]
-    assert [expected(theirs, p, a) for p, a in zip(prompts, answers, strict=True)] == answers
-    assert len({tuple(answer) for answer in answers}) > 1, "no image was taken for another's cached blocks"
+def test_each_image_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    features, compute = model.runner._images, model.runner._images._compute
+    monkeypatch.setattr(
+        features, "_compute", lambda image: (seen.append((image.height, image.width)), compute(image))[1]
+    )
+    prompt = model.prompt(WIDE, TALL)
+    Served(model.runner, 7).answer(prompt)
+    assert seen == [(image.height, image.width) for image in prompt.images]
