@@ -91,7 +91,10 @@ def pytest_runtest_logfinish() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-LONGEST_FIRST = ("e2e", "kernels", "simulation", "planner", "engine", "coordinator")
+LONGEST_FIRST = (
+    "e2e", "kernels", "simulation", "planner", "engine", "coordinator", "bench", "deploy", "transport",
+    "worker",
+)  # fmt: skip
 """Folders: what takes longest comes first, so that all test processes end at about the same time."""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from e2e.nursery import Forked, the_nursery
 from openai import OpenAI
 
 from splitserve.bench.operator_auth import OperatorAuth
@@ -87,7 +88,7 @@ def answers(url: str) -> bool:
 class Cluster:
     """What tests see of a running cluster."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, url: str, process: subprocess.Popen[bytes] | Forked, log: Path) -> None:
         self.url, self.process, self.log = url, process, log
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=90)
 
@@ -179,36 +180,21 @@ class Cluster:
 
 
 @contextmanager
-def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
+def running(model: Path, folder: Path, *arguments: str, anew: bool = False) -> Iterator[Cluster]:
     """`splitserve up` with these arguments, once it prints that it is ready: it ends if a worker dies before.
-    When the block ends it must stop cleanly."""
+    When the block ends it must stop cleanly.
+
+    ``anew``: in a new interpreter, as the coordinator that it starts, not in forks of the nursery: that takes
+    three seconds longer."""
     port, control = free_port(), free_port(MOST_PROCESSES)
     log = folder / "up.log"
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli.main",
-        "up",
-        "--model",
-        str(model),
-        "--served-model-name",
-        MODEL_NAME,
-    ]
-    command += ["--control-address", f"tcp://127.0.0.1:{control}"]
-    command += ["--dead-after-s", str(DEAD_AFTER_S), "--hung-after-s", "600"]  # the test thaws a frozen one
-    command += [
-        "--dtype",
-        "float32",
-    ]  # as transformers beside it, also where the processor multiplies bfloat16; the last one given counts
-    command += ["--grace-s", str(GRACE_S)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), *arguments],
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
+    log.write_bytes(b"")
+    argv = ["up", "--model", str(model), "--served-model-name", MODEL_NAME]
+    argv += ["--control-address", f"tcp://127.0.0.1:{control}"]
+    argv += ["--dead-after-s", str(DEAD_AFTER_S), "--hung-after-s", "600"]  # the test thaws a frozen one
+    # as transformers beside it, also where the processor multiplies bfloat16; the last one given counts
+    argv += ["--dtype", "float32", "--grace-s", str(GRACE_S), "--port", str(port), *arguments]
+    process = _new_program(argv, log) if anew else the_nursery().start(argv, log)
     cluster = Cluster(f"http://127.0.0.1:{port}", process, log)
     try:
         wait_for(
@@ -225,3 +211,9 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
         if process.poll() is None:
             process.kill()
             process.wait(10)
+
+
+def _new_program(argv: list[str], log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "splitserve.cli.main", *argv]
+    with log.open("ab") as sink:
+        return subprocess.Popen(command, stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"})

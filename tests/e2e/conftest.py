@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from e2e.cluster import Cluster, running
-from e2e.forked_cluster import ForkedCluster, Nursery, forked
+from e2e.forked_cluster import ForkedCluster, forked
+from e2e.nursery import Nursery, the_nursery
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
@@ -25,18 +26,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
 def cluster(
     tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """Two prefill and two decode workers."""
+    """Two prefill and two decode workers. `up` and its coordinator are new programs, as users have them."""
     arguments = ("--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1", "--ollama")
-    with running(tiny[0], tmp_path_factory.mktemp("cluster"), *arguments) as cluster:
+    with running(tiny[0], tmp_path_factory.mktemp("cluster"), *arguments, anew=True) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """What all forked clusters get their workers from."""
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def nursery() -> Nursery:
+    """What all forked clusters get their processes from."""
+    return the_nursery()
 
 
 @pytest.fixture(scope="package")

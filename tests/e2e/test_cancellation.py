@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 from e2e import paced
 from e2e.cluster import MODEL_NAME, wait_for
-from e2e.forked_cluster import HEARTBEAT_S, ForkedCluster, Nursery, forked
+from e2e.forked_cluster import HEARTBEAT_S, ForkedCluster, forked
+from e2e.nursery import Nursery
 
 NUM_MOMENTS = 30
 NUM_TOKENS, DECODE_STEP_S = 1000, 0.06

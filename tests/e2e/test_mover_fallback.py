@@ -48,7 +48,7 @@ def test_a_mover_that_breaks_is_replaced_by_zmq(
     )  # a process killed there is no fault of a mover
     (tmp_path / "sitecustomize.py").write_text(BROKEN_SHM)  # every Python process reads it as it starts
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    with running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", *NEVER_DEAD) as broken:
+    with running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", *NEVER_DEAD, anew=True) as broken:
         assert Streams(broken, PROMPTS, NUM_TOKENS).texts() == expected
         broken.wait_log("broken by a test; from now on by tcp")
         broken.wait_log("hands KV blocks to decode-0 by tcp")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from e2e.cluster import HTTP, MODEL_NAME, PATIENCE_S, START_S, Cluster, answers, free_port, wait_for
-from e2e.forked_cluster import Nursery
+from e2e.cluster import HTTP, MODEL_NAME, START_S, Cluster, answers, free_port, wait_for
+from e2e.nursery import Nursery
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.tiny import Tiny
@@ -70,27 +68,17 @@ def of_other_pieces(model: Path, folder: Path) -> Path:
 
 
 @contextmanager
-def coordinator(model: Path, folder: Path) -> Iterator[tuple[str, list[str], Path]]:
+def coordinator(nursery: Nursery, model: Path, folder: Path) -> Iterator[tuple[str, list[str], Path]]:
     """A coordinator alone: its URL, the options of workers that are to find it, and its log."""
     port, control, log = free_port(), f"tcp://127.0.0.1:{free_port()}", folder / "log"
-    command = [
-        sys.executable,
-        "-m",
-        "splitserve.cli.main",
-        "coordinator",
-        "--model",
-        str(model),
-        "--insecure",
-    ]
-    command += ["--port", str(port), "--control-address", control]
-    with log.open("ab") as sink, subprocess.Popen(command, stdout=sink, stderr=sink) as process:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_for("the HTTP server answers", lambda: answers(f"{url}/health"), START_S)
-            yield url, ["--insecure", "--coordinator", control, "--kv-cache-gib", "0.05"], log
-        finally:
-            process.terminate()
-            status = process.wait(PATIENCE_S)
+    argv = ["coordinator", "--model", str(model), "--insecure"]
+    process = nursery.start([*argv, "--port", str(port), "--control-address", control], log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for("the HTTP server answers", lambda: answers(f"{url}/health"), START_S)
+        yield url, ["--insecure", "--coordinator", control, "--kv-cache-gib", "0.05"], log
+    finally:
+        status = process.end(signal.SIGTERM)
     assert status == 0
 
 
@@ -99,14 +87,14 @@ def workers(nursery: Nursery, log: Path, *commands: tuple[str, list[str]]) -> It
     """Workers of these roles, with these options, until the block ends."""
     with ExitStack() as stack:
         for role, argv in commands:
-            stack.callback(nursery.start(role, argv, log).end, signal.SIGTERM)
+            stack.callback(nursery.start([role, *argv], log).end, signal.SIGTERM)
         yield
 
 
 def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
     nursery: Nursery, tiny: Tiny, tmp_path: Path
 ) -> None:
-    with coordinator(tiny[0], tmp_path) as (url, options, log):
+    with coordinator(nursery, tiny[0], tmp_path) as (url, options, log):
         body = {"model": tiny[0].name, "prompt": "x", "max_tokens": 2}
         start = time.monotonic()
         refused = HTTP.post(f"{url}/v1/completions", json=body)
@@ -127,7 +115,7 @@ def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(
 def test_workers_of_different_block_sizes_are_refused_in_a_sentence(
     nursery: Nursery, tiny: Tiny, tmp_path: Path
 ) -> None:
-    with coordinator(tiny[0], tmp_path) as (url, options, log):
+    with coordinator(nursery, tiny[0], tmp_path) as (url, options, log):
 
         def sentence() -> str:
             answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "x"})

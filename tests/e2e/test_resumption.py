@@ -14,7 +14,8 @@ import httpx
 import orjson
 import pytest
 from e2e.cluster import HTTP, MODEL_NAME, answers, wait_for
-from e2e.forked_cluster import ForkedCluster, Nursery, forked
+from e2e.forked_cluster import ForkedCluster, forked
+from e2e.nursery import Nursery
 from transformers import PreTrainedModel
 
 NUM_TOKENS = 2500

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from e2e.cluster import free_port
@@ -31,44 +33,71 @@ MISTAKEN = {
 """By the thread's name: where its work begins."""
 ON_DEMAND = {"grammar", "gpu-telemetry"}
 COMMAND = """
-import importlib, sys
-module, name = sys.argv[1:3]
-del sys.argv[1:3]
-owner, method = name.split(".")
+import importlib, json, os, sys
+import splitserve.worker.main
+from splitserve.cli.main import main
 
 def mistaken(*_):
     raise RuntimeError("a mistake of ours")
 
-setattr(getattr(importlib.import_module(f"splitserve.{module}"), owner), method, mistaken)
-from splitserve.cli.main import main
-main()
+for work, log, argv in json.load(sys.stdin):
+    if os.fork() == 0:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        module, owner, method = work
+        setattr(getattr(importlib.import_module(f"splitserve.{module}"), owner), method, mistaken)
+        sys.argv[1:] = argv
+        main()
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
+"""Run one worker after the other, and print their exit statuses. Each is a fork, as workers of ``up`` are:
+torch is imported once."""
+
+
+class Ended(NamedTuple):
+    """How a worker has ended."""
+
+    status: int
+    log: str
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """How a worker ends of which one thread makes a mistake, by the thread's name."""
+    folder = tmp_path_factory.mktemp("threads")
+    generate_key(folder / "key")
+    orders, logs = [], {name: folder / name for name in MISTAKEN}
+    for name, (module, function) in MISTAKEN.items():
+        options = {
+            "--model": DEMO_MODEL,
+            "--key-file": folder / "key",
+            "--kv-cache-gib": 0.01,
+            "--tensor-parallel-size": 2,
+            "--kv-store": folder / "kv",
+            "--lora-folder": folder,
+            "--health-port": free_port(),
+            "--coordinator": f"tcp://127.0.0.1:{free_port()},dns://localhost:{free_port()}",
+        }
+        argv = ["decode", *(str(word) for option in options.items() for word in option)]
+        orders.append(([module, *function.split(".")], str(logs[name]), argv))
+    run = subprocess.run(
+        [sys.executable, "-c", COMMAND],
+        input=json.dumps(orders),
+        stdout=-1,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    statuses = map(int, run.stdout.split())
+    return {
+        name: Ended(status, logs[name].read_text()) for name, status in zip(MISTAKEN, statuses, strict=True)
+    }
 
 
 @pytest.mark.parametrize("name", MISTAKEN)
-def test_a_thread_that_fails_ends_the_worker(name: str, tmp_path: Path) -> None:
-    generate_key(tmp_path / "key")
-    options = {
-        "--model": DEMO_MODEL,
-        "--key-file": tmp_path / "key",
-        "--kv-cache-gib": 0.01,
-        "--tensor-parallel-size": 2,
-        "--kv-store": tmp_path / "kv",
-        "--lora-folder": tmp_path,
-        "--health-port": free_port(),
-        "--coordinator": f"tcp://127.0.0.1:{free_port()},dns://localhost:{free_port()}",
-    }
-    arguments = [str(word) for option in options.items() for word in option]
-    ended = subprocess.run(
-        [sys.executable, "-c", COMMAND, *MISTAKEN[name], "decode", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 1, ended.stderr
-    assert f"background work has failed ({name})" in ended.stderr
-    assert "RuntimeError: a mistake of ours" in ended.stderr
+def test_a_thread_that_fails_ends_the_worker(name: str, ended: dict[str, Ended]) -> None:
+    assert ended[name].status == 1, ended[name].log
+    assert f"background work has failed ({name})" in ended[name].log
+    assert "RuntimeError: a mistake of ours" in ended[name].log
 
 
 def test_threads_that_start_on_demand_hide_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

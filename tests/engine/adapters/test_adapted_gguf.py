@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine.adapters.test_adapted_models import answers, make_runner, place, with_adapters
+from engine.adapters.test_adapted_models import Adapted, answers, make_runner, place
 from engine.gguf.test_gguf_models import make
 
 
@@ -14,8 +14,9 @@ def test_a_gguf_file(family: str, tmp_path: Path) -> None:
     """Its pairs side by side; the same with layers without rope; as in transformers; halves apart."""
     (tmp_path / "model").mkdir()
     folder, reference = make(tmp_path / "model", family)
-    contents, expected = with_adapters(reference, tmp_path)
+    adapted = Adapted(reference, tmp_path)
     for settings in ({}, {"tensor_parallel_size": 2, "exact": True}):
         runner = make_runner(folder, **settings)
         place(runner, tmp_path)
-        assert answers(runner, contents) == expected, settings
+        found = answers(runner, adapted.contents)
+        assert found == adapted.greedy(found), settings

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.adapters import save_adapter
+from support.adapters import save_adapter, save_adapters
 from support.batches import HandSequence, make_batch
 from support.engines import engine_config
 from support.families import FAMILIES, VOCAB_SIZE
@@ -36,18 +36,6 @@ def prompt_of(seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB_SIZE, PROMPT_LEN)]
 
 
-@torch.inference_mode()
-def greedy(model: Any, *seeds: int) -> list[list[int]]:
-    """What the model answers to each of these prompts."""
-    tokens = torch.tensor([prompt_of(seed) for seed in seeds])
-    out = model.generate(
-        input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NUM_TOKENS, do_sample=False,
-        eos_token_id=-1, pad_token_id=0,
-    )  # fmt: skip
-    answers: list[list[int]] = out[:, PROMPT_LEN:].tolist()
-    return answers
-
-
 def answers(runner: ModelRunner, contents: list[str], chunk: int = 17) -> list[list[int]]:
     """One batch: each prompt in chunks, some rows already decoding beside them."""
     per = -(-(PROMPT_LEN + NUM_TOKENS) // BLOCK_SIZE)
@@ -67,24 +55,46 @@ def answers(runner: ModelRunner, contents: list[str], chunk: int = 17) -> list[l
     return [s.output for s in sequences]
 
 
-def with_adapters(model: PreTrainedModel, folder: Path, **changes: Any) -> tuple[list[str], list[list[int]]]:
-    """Two adapters in ``folder``: the contents of a batch of four, and transformers' answers."""
-    contents, expected = [], []
-    (plain,) = greedy(model, 3)
-    for i, rows in ((1, (0, 1)), (2, (2,))):
-        adapted = save_adapter(model, folder / str(i), 10 + i, **{"target_modules": DENSE, **changes})
-        contents += [read_adapter(folder / str(i)).content] * len(rows)
-        expected += greedy(adapted, *rows)
-        adapted.unload()
-    return [*contents, ""], [*expected, plain]
+ADAPTERS = {"first": (0, 1), "second": (2,)}
+"""Which of four prompts have which; the last one has none."""
+
+
+class Adapted:
+    """Two adapters, in ``folder``: the contents of a batch of four, and what transformers answers."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, **changes: Any) -> None:
+        changes = {"target_modules": DENSE, **changes}
+        self._model = save_adapters(model, folder, {"first": 11, "second": 12}, **changes)
+        self.contents = [read_adapter(folder / n).content for n, rows in ADAPTERS.items() for _ in rows] + [
+            ""
+        ]
+
+    def greedy(self, found: list[list[int]]) -> list[list[int]]:
+        """Return the tokens rated highest after each prompt, and after each token of ``found`` behind it.
+
+        They are ``found`` if it is the greedy answer, and only then."""
+        expected = []
+        for name, rows in ADAPTERS.items():
+            self._model.set_adapter(name)
+            expected += highest(self._model, {row: found[row] for row in rows})
+        with self._model.disable_adapter():
+            return expected + highest(self._model, {3: found[3]})
+
+
+@torch.inference_mode()
+def highest(model: torch.nn.Module, found: dict[int, list[int]]) -> list[list[int]]:
+    """By one pass. ``found``: answers by the seed of the prompt."""
+    tokens = torch.tensor([[*prompt_of(seed), *answer[:-1]] for seed, answer in found.items()])
+    ratings: list[list[int]] = model(input_ids=tokens).logits[:, PROMPT_LEN - 1 :].argmax(-1).tolist()
+    return ratings
 
 
 def place(runner: ModelRunner, folder: Path) -> ResidentAdapters:
     resident = ResidentAdapters(runner.ranks)
-    for i in (1, 2):
-        file = read_adapter(folder / str(i))
+    for slot, name in ((2, "first"), (1, "second")):
+        file = read_adapter(folder / name)
         resident.check(file)
-        resident.put(3 - i, file)
+        resident.put(slot, file)
     return resident
 
 
@@ -101,12 +111,15 @@ def test_every_family(family: str, tmp_path: Path) -> None:
         "mellum",
     )  # peft would change experts
     layers = ATTENTION if family.startswith(changed) else DENSE
-    contents, expected = with_adapters(model, tmp_path, target_modules=layers)
-    assert len({tuple(answer) for answer in expected}) == 4
+    adapted = Adapted(model, tmp_path, target_modules=layers)
+    expected: list[list[int]] = []
     for settings in ({}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "exact": True}):
         runner = make_runner(tmp_path / "model", **settings)
         place(runner, tmp_path)
-        assert answers(runner, contents) == expected, settings
+        found = answers(runner, adapted.contents)
+        expected = expected or adapted.greedy(found)
+        assert found == expected, settings
+    assert len({tuple(answer) for answer in expected}) == 4
 
 
 @pytest.mark.parametrize(
@@ -114,10 +127,11 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 )
 def test_ranks_and_scales(changes: dict[str, Any], tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "llama3")
-    contents, expected = with_adapters(model, tmp_path, **changes)
+    adapted = Adapted(model, tmp_path, **changes)
     runner = make_runner(tmp_path / "model")
     place(runner, tmp_path)
-    assert answers(runner, contents) == expected
+    found = answers(runner, adapted.contents)
+    assert found == adapted.greedy(found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -125,7 +139,7 @@ def test_exact_bits_do_not_depend_on_the_batch(dtype: str, tmp_path: Path) -> No
     """A prompt's logprobs with an adapter are the same alone and beside others; without one they are those
     of a worker without adapters."""
     model = make_checkpoint(tmp_path / "model", "qwen3")
-    contents, _ = with_adapters(model, tmp_path)
+    contents = Adapted(model, tmp_path).contents
     runner = make_runner(tmp_path / "model", dtype=dtype, exact=True)
     place(runner, tmp_path)
     alone = [logprobs(runner, [content])[0] for content in contents]
@@ -147,13 +161,14 @@ def logprobs(runner: ModelRunner, contents: list[str]) -> list[list[float]]:
 
 def test_a_slot_is_used_again(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "llama3")
-    contents, expected = with_adapters(model, tmp_path)
+    adapted = Adapted(model, tmp_path)
     runner = make_runner(tmp_path / "model")
     resident = place(runner, tmp_path)
-    resident.put(1, read_adapter(tmp_path / "1"))
-    assert answers(runner, ["", contents[1]])[1] == expected[1]
+    resident.put(1, read_adapter(tmp_path / "first"))
+    found = answers(runner, ["", adapted.contents[1], "", ""])
+    assert found[1] == adapted.greedy(found)[1]
     with pytest.raises(AdapterError, match="not on this worker"):
-        answers(runner, [contents[2]])
+        answers(runner, [adapted.contents[2]])
 
 
 @pytest.mark.parametrize(
