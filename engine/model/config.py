@@ -18,7 +18,7 @@ from .mixture_config import MixtureConfig, mixture_config
 from .quantisation import Quantisation, parse_quantisation
 from .recurrent_config import RecurrentConfig, StateLayout, cache_layer
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
-from .stored_names import as_stored
+from .stored_names import as_stored, names_as_stored
 
 MODELOPT = "hf_quant_config.json"
 SENTENCE_TRANSFORMERS = "modules.json"  # its checkpoints are of the model without its head
@@ -145,6 +145,7 @@ class ModelConfig:
             raise ModelConfigError(
                 f"{path / 'config.json'} has a value of the wrong type ({error!r:.200}); download it again"
             ) from error
+        found = replace(found, tensors=names_as_stored(found.tensors, path))
         found = replace(found, mixture=as_stored(found.mixture, found.tensors.layer, path))
         if found.architecture not in config["architectures"] or (path / SENTENCE_TRANSFORMERS).exists():
             # it has no head of its own, or none that is used: only embeddings are served, unless it is tied

@@ -78,6 +78,7 @@ class TensorNames:
     prediction: PredictionNames | None = None
     behind: tuple[int, str] = (-1, "")  # number and name of the layer of ``prediction`` where it is loaded
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings, or beginnings that end with a dot
+    later: TensorNames | None = None  # in checkpoints that transformers wrote since 4.52
 
     def layer_name(self, number: int) -> str:
         return self.behind[1] if number == self.behind[0] else self.layer.format(number)

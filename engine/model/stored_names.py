@@ -1,4 +1,4 @@
-"""The names of experts' tensors in a folder, where checkpoints of one family differ in them."""
+"""The names of tensors in a folder, where checkpoints of one family differ in them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import WeightsError
+from .family import TensorNames
 from .mixture_config import MixtureConfig
 from .weight_headers import stored_tensors
+
+
+def names_as_stored(names: TensorNames, folder: Path) -> TensorNames:
+    """Return ``names``, or those of later checkpoints where the folder's weights have these."""
+    with suppress(WeightsError):  # ``check_model_folder`` raises it
+        if names.later is not None and f"{names.later.embed}.weight" in stored_tensors(folder):
+            return names.later
+    return names
 
 
 def as_stored(mixture: MixtureConfig | None, layer: str, folder: Path) -> MixtureConfig | None:

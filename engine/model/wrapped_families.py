@@ -1,5 +1,5 @@
 """The families whose text model is a part of a model for text and images, by the architecture that
-config.json names. Images are not served; their tensors are ignored."""
+config.json names. Tensors for images are ignored here: engine/vision reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .dense_families import DENSE
-from .family import Family
+from .family import Family, TensorNames
 from .latent_families import LATENT
 from .mixture_config import MixtureNames
 from .mixture_families import MIXTURES
@@ -20,12 +20,16 @@ def part_of(
     text: Family, name: str, head: str, ignored: tuple[str, ...], defaults: Mapping[str, Any] | None = None
 ) -> Family:
     """``text`` below ``text_config``. ``name``, ``head``: of its tensors."""
-    names = replace(
+    names = _named(text, name, head, ignored)
+    return replace(text, part="text_config", tensors=names, defaults={**text.defaults, **(defaults or {})})
+
+
+def _named(text: Family, name: str, head: str, ignored: tuple[str, ...]) -> TensorNames:
+    return replace(
         text.tensors,
         embed=f"{name}.embed_tokens", layer=f"{name}.layers.{{}}", norm=f"{name}.norm", head=head,
         ignored=(*text.tensors.ignored, *ignored),
     )  # fmt: skip
-    return replace(text, part="text_config", tensors=names, defaults={**text.defaults, **(defaults or {})})
 
 
 def _part_of_language_model(text: Family, projector: str) -> Family:
@@ -33,8 +37,15 @@ def _part_of_language_model(text: Family, projector: str) -> Family:
     return part_of(text, TEXT_MODEL, "language_model.lm_head", ignored, {"tie_word_embeddings": True})
 
 
+def _since_4_52(family: Family, text: Family, *ignored: str) -> Family:
+    """``family`` with ``TensorNames.later``."""
+    later = _named(text, "model.language_model", "lm_head", ignored)
+    return replace(family, tensors=replace(family.tensors, later=later))
+
+
 def _mistral(text: Family) -> Family:
-    return _part_of_language_model(text, "multi_modal_projector.")
+    family = _part_of_language_model(text, "multi_modal_projector.")
+    return _since_4_52(family, text, "model.vision_tower.", "model.multi_modal_projector.")
 
 
 QWEN_2_5 = replace(
@@ -70,7 +81,9 @@ WRAPPED: dict[str, Family] = {
             "mistral4": _mistral(LATENT["Mistral4ForCausalLM"]),
         },
     ),
-    "Qwen2_5_VLForConditionalGeneration": part_of(QWEN_2_5, "model", "lm_head", ("visual.",)),
+    "Qwen2_5_VLForConditionalGeneration": _since_4_52(
+        part_of(QWEN_2_5, "model", "lm_head", ("visual.",)), QWEN_2_5, "model.visual."
+    ),
     "Qwen3VLForConditionalGeneration": part_of(QWEN_3, "model.language_model", "lm_head", ("model.visual.",)),
     "Qwen3VLMoeForConditionalGeneration": part_of(
         replace(QWEN_3, mixture=QWEN_3_EXPERTS), "model.language_model", "lm_head", ("model.visual.",)

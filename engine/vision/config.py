@@ -114,7 +114,7 @@ def vision_config(folder: Path, config: dict[str, Any]) -> VisionConfig | None:
         return _as_stored(folder, names, tower)
     except ModelConfigError as error:
         reason = f"{error}"
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         reason = f"config.json: a value of vision_config is of the wrong type ({error!r:.200})"
     _log.warning("%s: text alone is served, without images: %s", folder, reason)
     return None

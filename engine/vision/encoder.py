@@ -18,6 +18,7 @@ from .families import Activation
 from .positions import Turns
 
 Function = Callable[[Tensor], Tensor]
+ROWS_AT_ONCE = 8192  # of the MLP: its inner rows are the widest, and of a large image many
 Runs = tuple[tuple[int, int], ...]
 """Windows of one size lie side by side: their number and their size, in patches."""
 ACTIVATIONS: dict[Activation, Function] = {
@@ -44,7 +45,7 @@ class Layer:
 
     def __call__(self, x: Tensor, turns: Turns, runs: Runs) -> Tensor:
         x = x + self._attention(self._norms[0](x), turns, runs)
-        return x + self._mlp(self._norms[1](x))
+        return x + torch.cat([self._mlp(self._norms[1](part)) for part in torch.split(x, ROWS_AT_ONCE)])
 
     def _attention(self, x: Tensor, turns: Turns, runs: Runs) -> Tensor:
         projected = torch.cat([of(x) for of in self._qkv], dim=1).view(len(x), 3, self._num_heads, -1)
@@ -71,7 +72,7 @@ class Projector:
         if names.merge:  # its inputs are those of one channel of all patches, then of the next
             weight = load.whole_tensor(f"{name}.{names.merge}.weight")
             weight = weight.view(len(weight), tower.hidden_size, -1).transpose(1, 2).flatten(1)
-            self._merge = partial(functional.linear, weight=weight)
+            self._merge = partial(_linear, weight=weight, bias=None)
         self._first = linear(f"{name}.{names.first}", tower.projector_bias, load)
         self._second = linear(f"{name}.{names.second}", tower.projector_bias, load)
         self._activation = ACTIVATIONS[tower.projector_activation]
@@ -85,20 +86,28 @@ class Projector:
 
 def linear(name: str, bias: bool, load: LayerLoader) -> Function:
     weight = load.whole_tensor(f"{name}.weight").flatten(1)
-    return partial(functional.linear, weight=weight, bias=load.whole_tensor(f"{name}.bias") if bias else None)
+    return partial(_linear, weight=weight, bias=load.whole_tensor(f"{name}.bias") if bias else None)
 
 
 def norm(config: VisionConfig, name: str, load: LayerLoader, eps: float | None = None) -> Function:
     weight, eps = load.whole_tensor(f"{name}.weight"), config.names.eps if eps is None else eps
     if not config.names.layer_norms:
         return partial(_rms_norm, weight=weight, eps=eps)
-    bias = load.whole_tensor(f"{name}.bias")
-    return partial(functional.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=eps)
+    return partial(_layer_norm, weight=weight, bias=load.whole_tensor(f"{name}.bias"), eps=eps)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight.to(x.dtype) * normed.to(x.dtype)
 
 
 def _attended(number: int, size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

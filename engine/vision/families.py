@@ -250,7 +250,7 @@ QWEN_2_5 = TowerNames(
     projector_norm="ln_q", merge="", first="mlp.0", second="mlp.2", eps=1e-6, biases=True,
 )  # fmt: skip
 QWEN_3 = TowerNames(
-    prefixes=("model.visual.", "visual."), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
+    prefixes=("model.visual.",), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
     norm_1="norm1", norm_2="norm2", qkv=("attn.qkv",), o="attn.proj",
     gate="", up="mlp.linear_fc1", down="mlp.linear_fc2",
     projector_norm="norm", merge="", first="linear_fc1", second="linear_fc2", eps=1e-6, biases=True,

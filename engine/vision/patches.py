@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .families import Tower
+from .pixel_rules import PixelRules
 
 
 def grid_of(pixels: Tensor, tower: Tower) -> tuple[int, int]:
@@ -19,18 +20,21 @@ def grid_of(pixels: Tensor, tower: Tower) -> tuple[int, int]:
     return pixels.shape[0] // tower.patch_size, pixels.shape[1] // tower.patch_size
 
 
-def patches_of(pixels: Tensor, tower: Tower) -> Tensor:
-    """float32 [patches, 3 * num_frames * patch_size * patch_size] of uint8 [height, width, 3].
+def patches_of(pixels: Tensor, tower: Tower, dtype: torch.dtype) -> Tensor:
+    """[patches, 3 * num_frames * patch_size * patch_size] of uint8 [height, width, 3]."""
+    (rows, columns), side = grid_of(pixels, tower), tower.patch_size
+    patches = grouped(pixels.view(rows, side, columns, side, 3).transpose(1, 2), tower.merge_size)
+    channels = patches.flatten(1, 2).int().unbind(2)  # 3 of [patches, patch_size * patch_size]
+    levels = levels_of(tower.pixels).to(pixels.device, dtype)
+    values = torch.stack([of[channel] for of, channel in zip(levels, channels, strict=True)], dim=1)
+    return values[:, :, None].expand(-1, -1, tower.num_frames, -1).flatten(1)
 
-    Rounded as by transformers' image processors: the product in float64, the rest in float32."""
-    (rows, columns), rules, side = grid_of(pixels, tower), tower.pixels, tower.patch_size
-    mean, std = (
-        torch.tensor(of, dtype=torch.float32, device=pixels.device) for of in (rules.mean, rules.std)
-    )
-    values = ((pixels.double() * rules.factor).float() - mean) / std
-    patches = grouped(values.view(rows, side, columns, side, 3).transpose(1, 2), tower.merge_size)
-    frames = patches.permute(0, 3, 1, 2)[:, :, None].expand(-1, -1, tower.num_frames, -1, -1)
-    return frames.reshape(rows * columns, -1)
+
+def levels_of(rules: PixelRules) -> Tensor:
+    """float32 [3, 256]: what becomes of each value of a channel, rounded as by transformers' image
+    processors: the product in float64, the rest in float32."""
+    mean, std = (torch.tensor(of, dtype=torch.float32)[:, None] for of in (rules.mean, rules.std))
+    return ((torch.arange(256, dtype=torch.float64) * rules.factor).float() - mean) / std
 
 
 def places_of(rows: int, columns: int, merge_size: int) -> Tensor:

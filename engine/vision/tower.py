@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.select import cpu_multiplies_bfloat16
 from ..model.layers import LayerLoader
 from .config import VisionConfig
 from .encoder import Layer, Projector, linear, norm
@@ -30,6 +31,8 @@ class VisionTower:
     def __init__(self, config: VisionConfig, load: LayerLoader) -> None:
         names, prefix, tower = config.names, config.prefix, config.tower
         self.config, self._device, self._dtype = config, load.device, load.dtype
+        widens = load.device.type == "cpu" and not cpu_multiplies_bfloat16()
+        self._inner = torch.float32 if widens else load.dtype  # weights stay as they are, half as large
         self._patches = linear(f"{prefix}{names.patches}", names.patch_bias, load)
         self._norm = norm(config, f"{prefix}{names.patch_norm}", load) if names.patch_norm else None
         self._table = load.whole_tensor(f"{prefix}{names.positions}.weight") if tower.grid else None
@@ -52,7 +55,7 @@ class VisionTower:
         tower = self.config.tower
         rows, columns = grid_of(pixels, tower)
         places = places_of(rows, columns, tower.merge_size)
-        x = self._patches(patches_of(pixels.to(self._device), tower).to(self._dtype))
+        x = self._patches(patches_of(pixels.to(self._device), tower, self._inner))
         if self._norm is not None:
             x = self._norm(x)
         if self._table is not None:
@@ -66,4 +69,5 @@ class VisionTower:
             if i in self._deep:
                 deep.append(self._deep[i](x))
         back = windows.back.to(self._device)
-        return ImageFeatures(self._projector(x)[back], tuple(each[back] for each in deep))
+        features = [each[back].to(self._dtype) for each in (self._projector(x), *deep)]
+        return ImageFeatures(features[0], tuple(features[1:]))
