@@ -93,8 +93,9 @@ def test_bounds_of_all_images_together(
     assert named in refused.value.message
 
 
-def test_a_model_of_text_alone_names_itself(model_folder: Path) -> None:
-    planner = Planner(ServedModel.load(model_folder, "llama"), HttpLimits())
+def test_the_demo_model_takes_no_images() -> None:
+    demo = Path(__file__).parents[3] / "deploy" / "demo_model"
+    planner = Planner(ServedModel.load(demo, "splitserve-demo"), HttpLimits())
     with pytest.raises(InvalidRequest) as refused:
         planner.plan(parse(CHAT, orjson.dumps({"messages": ONE})), {}, "standard")
-    assert refused.value.message == "messages[0].content: the model 'llama' takes no images"
+    assert refused.value.message == "messages[0].content: the model 'splitserve-demo' takes no images"
