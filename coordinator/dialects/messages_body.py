@@ -58,9 +58,17 @@ def _block(index: int, block: Any) -> Block:
     for name, type_ in NEEDED[kind].items():
         if not isinstance(block.get(name), type_):
             raise invalid(f"block {index} of type {kind!r} needs a {type_.__name__} `{name}`")
-    if kind == "image" and (block["source"].get("type") != "base64" or not _is_image(block["source"])):
-        raise invalid(f"block {index}: source {SOURCE}")
+    if kind == "image":
+        _check_image(f"block {index}", block)
     return Block(kind, block)
+
+
+def _check_image(name: str, block: dict[str, Any]) -> None:
+    source, changes = block["source"], block.get("transformations") or {}
+    if source.get("type") != "base64" or not _is_image(source):
+        raise invalid(f"{name}: source {SOURCE}")
+    if changes not in ({}, {"oversized_image": "downsize"}):
+        raise invalid(f"{name}: transformations: an image that is too large is made smaller, nothing else")
 
 
 SOURCE = "must be of type 'base64' with `data` and `media_type` ('image/png'): this server fetches nothing"

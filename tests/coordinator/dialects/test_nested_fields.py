@@ -111,9 +111,11 @@ READ = {
     *("arguments", "encrypted_content", "thinking", "data", "tool_use_id", "is_error", "format", "mode"),
     *("definition", "syntax", "function", "allowed_tools", "grammar", "json_schema", "schema", "description"),
     *("properties", "required", "tools", "strict", "parameters", "async", "allowed_callers", "verbosity"),
+    *("image_url", "url", "detail", "source", "media_type", "transformations", "oversized_image"),
 }
 """Fields of objects that are checked by functions, which have no list of known fields."""
 SAMPLES: Fields = {
+    **dict.fromkeys(("image_url", "url"), "data:image/png;base64,eA=="),
     **dict.fromkeys(("parameters", "schema", "input_schema"), SCHEMA),
     "name": "f",
     "arguments": "{}",

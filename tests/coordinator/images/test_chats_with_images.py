@@ -43,6 +43,7 @@ GRIDS = [(2, 3), (5, 2)]
 MARKS = "<|vision_start|>", "<|vision_end|>"
 
 
+BLOCK = {"type": "image", "source": source(WIDE)}
 TWO = [text("look "), part(WIDE), text(" and "), part(TALL)]
 ONE = [of(text("look "), part(WIDE))]
 
@@ -127,7 +128,7 @@ async def test_tokens_pixels_and_positions(
             CLAUDE,
             {
                 "messages": [
-                    of({"type": "image", "source": source(WIDE)}, text("look")),
+                    of({**BLOCK, "transformations": {"oversized_image": "downsize"}}, text("look")),
                     of({"type": "tool_use", "id": "t", "name": "f", "input": {}}, role="assistant"),
                     {
                         "role": "user",

@@ -33,6 +33,7 @@ from splitserve.coordinator.text.served_model import ServedModel
 
 NO_FETCH = "this server fetches nothing"
 INPUT_IMAGE = {"type": "input_image", "image_url": data_url(WIDE)}
+BLOCK = {"type": "image", "source": source(WIDE)}
 TWO = [text("look "), part(WIDE), text(" and "), part(TALL)]
 ONE = [of(text("look "), part(WIDE))]
 
@@ -61,7 +62,8 @@ def claude(*messages: dict[str, Any]) -> dict[str, Any]:
         (RESPONSES, {"input": [of({**INPUT_IMAGE, "detail": 5})]}, "input[0].content[0].detail"),
         (RESPONSES, {"input": [of({**INPUT_IMAGE, "image_url": data_url(b"a")})]}, "input[0].content: part"),
         (CLAUDE, claude(of({"type": "image", "source": {"type": "url", "url": "https://a"}})), NO_FETCH),
-        (CLAUDE, claude(of({"type": "image", "source": source(WIDE)}, role="assistant")), "no block of type"),
+        (CLAUDE, claude(of(BLOCK, role="assistant")), "no block of type"),
+        (CLAUDE, claude(of({**BLOCK, "transformations": {"oversized_image": "error"}})), "transformations"),
         ("/api/generate", {"prompt": "a", "raw": True, "images": [in_base64(WIDE)]}, "images: not allowed"),
         (LLAMA, {"messages": [{"role": "user"}], "images": ["aGk="]}, "they stand in messages"),
     ],
@@ -93,8 +95,9 @@ def test_bounds_of_all_images_together(
     assert named in refused.value.message
 
 
-def test_a_model_of_text_alone_names_itself(model_folder: Path) -> None:
-    planner = Planner(ServedModel.load(model_folder, "llama"), HttpLimits())
+def test_the_demo_model_takes_no_images() -> None:
+    demo = Path(__file__).parents[3] / "deploy" / "demo_model"
+    planner = Planner(ServedModel.load(demo, "splitserve-demo"), HttpLimits())
     with pytest.raises(InvalidRequest) as refused:
         planner.plan(parse(CHAT, orjson.dumps({"messages": ONE})), {}, "standard")
-    assert refused.value.message == "messages[0].content: the model 'llama' takes no images"
+    assert refused.value.message == "messages[0].content: the model 'splitserve-demo' takes no images"
