@@ -32,6 +32,8 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": QWEN_3,
     "qwen3_5_images": QWEN_3,
     "mistral3": {"size": {"longest_edge": 154}},
+    "mistral3_ministral": {"size": {"longest_edge": 154}},
+    "mistral3_mistral4": {"size": {"longest_edge": 154}},
 }
 VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {},
@@ -39,6 +41,8 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"patch_size": 16},
     "qwen3_5_images": {"patch_size": 16},
     "mistral3": {"image_size": 168},
+    "mistral3_ministral": {"image_size": 168},
+    "mistral3_mistral4": {"image_size": 168},
 }
 
 
@@ -47,12 +51,12 @@ def write_image_model(folder: Path, family: str) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens(MARKS)
     tokenizer.save(str(folder / "tokenizer.json"))
-    mark = PIXTRAL if family == "mistral3" else QWEN
+    mark = PIXTRAL if "mistral3" in family else QWEN
     names = {"eos_token": "<|eos|>", "chat_template": TEMPLATE.replace("MARK", mark)}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     _, config_class, own = ALL_FAMILIES[family]
     config = config_class(**{**SMALL, **own, "vocab_size": 512, "max_position_embeddings": 2048}).to_dict()
-    config["image_token_id"] = tokenizer.token_to_id("[IMG]" if family == "mistral3" else "<|image_pad|>")
+    config["image_token_id"] = tokenizer.token_to_id("[IMG]" if "mistral3" in family else "<|image_pad|>")
     config.pop("image_token_index", None)
     config["vision_config"] |= VISION[family]
     (folder / "config.json").write_text(json.dumps(config))

@@ -30,7 +30,15 @@ from splitserve.transport.messages.messages import Peer, RequestSpec, SamplingPa
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_OUTPUTS = 8, 96, 9
 PEER = Peer(worker_id="d", incarnation=1, address="")
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_images", "mistral3")
+FAMILIES = (
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5_images",
+    "mistral3",
+    "mistral3_ministral",
+    "mistral3_mistral4",
+)
 WIDE, TALL = encoded(picture(90, 150)), encoded(picture(120, 60, seed=1))
 
 
@@ -53,14 +61,14 @@ class Model:
         """What transformers would have chosen at each of the answer's places."""
         pictures = [Pillow.open(io.BytesIO(file)) for file in files]
         options = {**PREPROCESSORS[self.family], "return_tensors": "pt"}
-        if self.family == "mistral3":
+        if "mistral3" in self.family:
             options["patch_size"] = 2 * self.theirs.config.vision_config.patch_size
             inputs = dict(PixtralImageProcessorPil(**options)(pictures, return_tensors="pt"))
         else:
             inputs = dict(Qwen2VLImageProcessorPil(**options)(pictures))
             self.theirs.model.rope_deltas = None
         ids = torch.tensor([[*prompt.shown_ids, *answer[:-1]]])
-        if self.family != "mistral3":
+        if "mistral3" not in self.family:
             inputs["mm_token_type_ids"] = (ids == self.theirs.config.image_token_id).int()
         with torch.inference_mode():
             logits = self.theirs(input_ids=ids, **inputs).logits[0, len(prompt.token_ids) - 1 :]
