@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from ..engine.model.config import ModelConfig
+from ..engine.model.tensors import expected_tensors
+from ..engine.vision.config import vision_config
 
 LLAMA_125M: dict[str, Any] = {
     "vocab_size": 32000,
@@ -40,6 +45,23 @@ LLAMA_TINY: dict[str, Any] = {  # time spent outside the kernels shows
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+IMAGE_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+QWEN_VL_TEXT: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e6, "mrope_section": [12, 10, 10], "mrope_interleaved": True
+    },
+}  # fmt: skip
+QWEN_VL_VISION: dict[str, Any] = {
+    "depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12, "patch_size": 16,
+    "out_hidden_size": 768, "deepstack_visual_indexes": [3, 6, 9], "num_position_embeddings": 2304,
+}  # fmt: skip
+IMAGE_TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": LLAMA_TINY}
 
@@ -55,6 +77,36 @@ def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int
             if len(size) > 1:
                 tensor = torch.randn(size, generator=generator) * size[-1] ** -0.5
             file.write(tensor.to(dtype).view(torch.uint8).numpy().data)
+
+
+def make_random_qwen_vl(path: Path, seed: int = 0) -> None:
+    """Write a Qwen3-VL in bfloat16: the text model of ``LLAMA_125M``, a vision tower of 135M parameters."""
+    text = {**LLAMA_125M, "vocab_size": LLAMA_125M["vocab_size"] + len(IMAGE_MARKS)}
+    config = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "text_config": {**text, "head_dim": 64, "max_position_embeddings": 4096, **QWEN_VL_TEXT},
+        "vision_config": QWEN_VL_VISION,
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    _write_tokenizer(path, LLAMA_125M["vocab_size"], IMAGE_MARKS)
+    vision = vision_config(path, config)
+    assert vision is not None, "the tower is one that is built"
+    shapes = {**expected_tensors(ModelConfig.from_folder(path)), **vision.expected_tensors()}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.ones(size)
+        if len(size) == 1
+        else torch.randn(size, generator=generator) * size[-1] ** -0.5
+        for name, size in shapes.items()
+    }
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(_header(shapes, torch.bfloat16)[0])
+        for tensor in tensors.values():
+            file.write(tensor.bfloat16().view(torch.uint8).numpy().data)
 
 
 def make_hollow_llama(path: Path, **shape: Any) -> None:
@@ -130,9 +182,9 @@ def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _write_tokenizer(path: Path, vocab_size: int) -> None:
+def _write_tokenizer(path: Path, vocab_size: int, marks: Sequence[str] = ()) -> None:
     """A byte a token after <unk>, <s>, </s>; the other ids are words ``<n>`` that no text holds but that
-    decode to something visible."""
+    decode to something visible. ``marks``: of images, behind all."""
     symbols = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     symbols += [f"<{i}>" for i in range(len(symbols), vocab_size)]
     tokenizer = Tokenizer(
@@ -140,7 +192,7 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", *marks])
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "bos_token": "<s>",
@@ -148,4 +200,6 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
         "unk_token": "<unk>",
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
+    if marks:
+        settings["chat_template"] = IMAGE_TEMPLATE
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

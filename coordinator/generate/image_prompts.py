@@ -76,7 +76,8 @@ def with_images(token_ids: Sequence[int], found: Found, rules: ImageRules, most:
             raise WrongField("messages", TOO_MANY_PIXELS)
         pixels = picture.tobytes()
         rows, columns = height // rules.side, width // rules.side
-        own = iter(image_token_ids(image_name(height, width, pixels), rows * columns).tolist())
+        name = image_name(height, width, pixels)
+        own = iter(image_token_ids(name, rows * columns).tolist())
         tokens = [next(own) if one is None else one for one in rules.layout(rows, columns)]
         images.append(
             Image(
@@ -85,6 +86,7 @@ def with_images(token_ids: Sequence[int], found: Found, rules: ImageRules, most:
                 height=height,
                 width=width,
                 pixels=pixels,
+                name=name,
                 num_positions=rules.num_positions(rows, columns),
             )
         )

@@ -18,16 +18,18 @@ from .batch import Batch, ImagePart
 if TYPE_CHECKING:
     from ..vision.tower import ImageFeatures, VisionTower
 
-MOST_KEPT = 8  # images whose prompts have begun, of which some may have been cancelled
+MOST_BYTES = 64 << 20
+"""Of features that are kept: for an image's next chunk, and for other prompts with it. Where all of it is
+cached but what is in no full block, the tower would run for a few tokens."""
 
 
 class StepFeatures:
     """Each image is computed alone, with the first chunk that has tokens of it: its bits depend on nothing
-    else. Its features are kept until its last chunk."""
+    else."""
 
     def __init__(self, tower: VisionTower | None, device: torch.device) -> None:
         self._tower, self._device = tower, device
-        self._kept: OrderedDict[int, tuple[Image, ImageFeatures]] = OrderedDict()  # by the image's id
+        self._kept: OrderedDict[bytes, ImageFeatures] = OrderedDict()  # by the image's name
 
     def of(self, batch: Batch) -> StepImages | None:
         """None: the batch has none. Raises EngineError."""
@@ -41,13 +43,11 @@ class StepFeatures:
 
     def _of_part(self, batch: Batch, part: ImagePart) -> list[Tensor]:
         image, tokens = part.image, batch.token_ids[part.row : part.row + part.count]
-        if (kept := self._kept.pop(id(image), None)) is None:
-            kept = image, self._compute(image)
-        features = kept[1]
-        if part.first + part.count < image.num_tokens:
-            self._kept[id(image)] = kept
-            while len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
+        if (features := self._kept.pop(image.name, None)) is None:
+            features = self._compute(image)
+        self._kept[image.name] = features
+        while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > MOST_BYTES:
+            self._kept.popitem(last=False)
         rows = part.row + (tokens >= FIRST_IMAGE_ID).nonzero()[0]
         own = slice(part.skipped, part.skipped + len(rows))
         if own.stop > len(features.rows):
@@ -62,3 +62,7 @@ class StepFeatures:
         assert self._tower is not None, "see ``of``"
         pixels = torch.from_numpy(np.frombuffer(bytearray(image.pixels), np.uint8))
         return self._tower(send(pixels, self._device).view(image.height, image.width, 3))
+
+
+def _num_bytes(features: ImageFeatures) -> int:
+    return sum(rows.nbytes for rows in (features.rows, *features.deep))

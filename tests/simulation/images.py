@@ -36,7 +36,8 @@ def choose(draw: Random, request: Request, takes_images: bool) -> None:
         number = draw.randrange(len(GRIDS))
         rows, columns = GRIDS[number]
         pixels = bytes([number + 1]) * (3 * rows * columns)
-        ids[first:first] = image_token_ids(image_name(rows, columns, pixels), rows * columns).tolist()
+        name = image_name(rows, columns, pixels)
+        ids[first:first] = image_token_ids(name, rows * columns).tolist()
         images.append(
             Image(
                 first=first,
@@ -44,6 +45,7 @@ def choose(draw: Random, request: Request, takes_images: bool) -> None:
                 height=rows,
                 width=columns,
                 pixels=pixels,
+                name=name,
                 num_positions=max(rows, columns),
             )
         )

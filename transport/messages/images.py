@@ -34,6 +34,7 @@ class Image(Message, frozen=True, kw_only=True):
     height: Annotated[int, Meta(ge=1, le=1 << 16)]
     width: Annotated[int, Meta(ge=1, le=1 << 16)]
     pixels: Annotated[bytes, Meta(max_length=MAX_PIXEL_BYTES)]
+    name: Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]  # see ``image_name``
     num_positions: Annotated[int, Meta(ge=0, le=MAX_REQUEST_TOKENS)] = 0
 
     def check(self) -> None:
@@ -46,10 +47,6 @@ class Image(Message, frozen=True, kw_only=True):
     def end(self) -> int:
         """Index of the token behind it."""
         return self.first + self.num_tokens
-
-    @property
-    def name(self) -> bytes:
-        return image_name(self.height, self.width, self.pixels)
 
 
 def image_name(height: int, width: int, pixels: bytes) -> bytes:

@@ -63,6 +63,7 @@ def shown(request: Request, model: ServedModel) -> str:
     for image in request.images:
         own = slice(image.first, image.first + image.num_tokens)
         name = image_name(image.height, image.width, image.pixels)
+        assert image.name == name
         assert ids[own] == image_token_ids(name, image.num_tokens).tolist()
         ids[own] = [model.images.token_id] * image.num_tokens  # type: ignore[union-attr]
     assert max(ids) < FIRST_IMAGE_ID

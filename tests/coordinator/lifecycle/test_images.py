@@ -7,7 +7,7 @@ from support.lifecycle_bench import Bench, ends, sent
 from splitserve.transport.messages.coordinator import Prefill
 from splitserve.transport.messages.images import Image
 
-IMAGE = Image(first=1, num_tokens=4, height=2, width=2, pixels=bytes(12), num_positions=2)
+IMAGE = Image(first=1, num_tokens=4, height=2, width=2, pixels=bytes(12), name=bytes(16), num_positions=2)
 ASKED = {"prompt_token_ids": [5, *range(1 << 30, (1 << 30) + 4), 6], "images": (IMAGE,)}
 
 

@@ -21,6 +21,7 @@ from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.decode.rows import DecodeRows
 from splitserve.decode.sequences import DecodeSequence, divided
 from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step import images
 from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.model_runner import ModelRunner
 from splitserve.prefill.chunks import PrefillSequence
@@ -168,6 +169,12 @@ def test_each_image_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         features, "_compute", lambda image: (seen.append((image.height, image.width)), compute(image))[1]
     )
-    prompt = model.prompt(WIDE, TALL)
-    Served(model.runner, 7).answer(prompt)
+    features._kept.clear()
+    prompt, served = model.prompt(WIDE, TALL), Served(model.runner, 7)
+    served.answer(prompt)
     assert seen == [(image.height, image.width) for image in prompt.images]
+    served.answer(prompt)
+    assert len(seen) == 2, "tokens behind the last full block are computed again, their image is not"
+    monkeypatch.setattr(images, "MOST_BYTES", 0)
+    served.answer(prompt)
+    assert len(features._kept) == 1
