@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 from ..errors import ModelConfigError
 from ..model.config_values import positive_int
-from .pixel_rules import PixelRules, check_sizes, pixel_rules
+from .pixel_rules import CHANNELS, PixelRules, check_sizes, pixel_rules
 
 Activation = Literal["gelu", "gelu_tanh", "silu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
-CHANNELS = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from ..errors import ModelConfigError
 from ..model.config_values import read_json
 from ..model.model_folder import PREPROCESSOR, PROCESSOR
 
+CHANNELS = 3
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -26,21 +27,18 @@ class PixelRules:
 
 def pixel_rules(folder: Path) -> PixelRules:
     """Raises ModelConfigError."""
-    given = image_processor(folder)
-    plain = PixelRules()
-    factor, mean, std = plain.factor, plain.mean, plain.std
+    given, found = image_processor(folder), PixelRules()
     if given.get("do_rescale", True):
-        factor = _number("rescale_factor", given.get("rescale_factor", factor))
+        found = replace(found, factor=_number("rescale_factor", given.get("rescale_factor", found.factor)))
     else:
-        factor = 1.0
-    if given.get("do_normalize", True):
-        mean = _channels("image_mean", given.get("image_mean", mean))
-        std = _channels("image_std", given.get("image_std", std))
-    else:
-        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+        found = replace(found, factor=1.0)
+    if not given.get("do_normalize", True):
+        return replace(found, mean=(0.0,) * CHANNELS, std=(1.0,) * CHANNELS)
+    mean = _channels("image_mean", given.get("image_mean", found.mean))
+    std = _channels("image_std", given.get("image_std", found.std))
     if 0.0 in std:
         raise ModelConfigError(f"{PREPROCESSOR}: image_std is 0")
-    return PixelRules(mean, std, factor)
+    return replace(found, mean=mean, std=std)
 
 
 def check_sizes(folder: Path, patch_size: int, merge_size: int, num_frames: int) -> None:
@@ -55,12 +53,13 @@ def check_sizes(folder: Path, patch_size: int, merge_size: int, num_frames: int)
 
 
 def image_processor(folder: Path) -> dict[str, Any]:
-    """Return the options of the folder's image processor; empty: it names none. Raises ModelConfigError."""
+    """Return the options of the folder's image processor that are not null; empty: it names none. Raises
+    ModelConfigError."""
     nested = _read(folder / PROCESSOR).get("image_processor")
     found = _read(folder / PREPROCESSOR) if nested is None else nested
     if not isinstance(found, dict):
         raise ModelConfigError(f"{PROCESSOR}: 'image_processor' must be an object")
-    return found
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def _number(key: str, value: Any) -> float:
 
 def _channels(key: str, value: Any) -> tuple[float, ...]:
     """One number for all channels, or one for each."""
-    values = value if isinstance(value, (list, tuple)) else [value] * 3
-    if len(values) != 3:
+    values = value if isinstance(value, (list, tuple)) else [value] * CHANNELS
+    if len(values) != CHANNELS:
         raise ModelConfigError(f"{PREPROCESSOR}: {key!r} must have 3 numbers, found {value!r:.100}")
     return tuple(_number(key, each) for each in values)

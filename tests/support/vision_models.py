@@ -37,7 +37,7 @@ def make_vision_checkpoint(
     model_class, config_class, own = ALL_FAMILIES[family]
     config = config_class(**{**SMALL, **own})
     for key, value in {**SIZES, **MORE[family], **changes}.items():
-        for part in (config.vision_config, config):
+        for part in (config.vision_config, config, config.text_config):
             if hasattr(part, key):
                 setattr(part, key, value)
                 break
@@ -48,6 +48,8 @@ def make_vision_checkpoint(
             if any(part in name for part in ("vision", "visual", "projector")):
                 shape = tensor.shape
                 spread = 0.3 if len(shape) == 1 else shape[1:].numel() ** -0.5
+                if any(part in name for part in ("patch_conv", "patch_embed", "pos_embed")):
+                    spread *= 1e-3  # so small that the eps of the first norms shows
                 tensor.copy_((len(shape) == 1 and name.endswith("weight")) + spread * torch.randn(shape))
             tensor.copy_(tensor.to(dtype))
     model.to(dtype).save_pretrained(path)

@@ -109,6 +109,7 @@ def test_patches_are_those_of_transformers_image_processors(
     [
         ("mistral3", {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}),
         ("mistral3", {"multimodal_projector_bias": True, "projector_hidden_act": "silu"}),
+        ("mistral3", {"rms_norm_eps": 0.3}),
         ("mistral3", {"hidden_act": "silu", "spatial_merge_size": 1}),
         ("qwen2_5_vl", {"hidden_act": "gelu", "window_size": 84, "fullatt_block_indexes": []}),
         ("qwen3_vl", {"temporal_patch_size": 1, "deepstack_visual_indexes": []}),

@@ -1,0 +1,96 @@
+"""Configurations as published are read as published: sizes, and files for image processors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitserve.engine.vision.config import VisionConfig, vision_config
+from splitserve.engine.vision.pixel_rules import CLIP_MEAN
+
+TEXT = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+QWEN_2_5 = {
+    "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+    "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2,
+    "spatial_patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+QWEN_3 = {
+    "deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152, "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304,
+    "model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 4096,
+    "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+PIXTRAL = {
+    "attention_dropout": 0.0, "head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
+    "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "pixtral",
+    "num_attention_heads": 16, "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14,
+}  # fmt: skip
+QWEN_FILE = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "do_rescale": None, "size": {}}
+
+
+def published(
+    folder: Path, architecture: str, vision: dict[str, Any], processor: dict[str, Any] | None, **config: Any
+) -> VisionConfig:
+    if processor is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    found = vision_config(folder, {"architectures": [architecture], "vision_config": vision, **config})
+    assert found is not None
+    return found
+
+
+def millions(config: VisionConfig, beginning: str = "") -> float:
+    """Weights in tensors whose names begin so."""
+    shapes = config.expected_tensors().items()
+    return sum(math.prod(shape) for name, shape in shapes if name.startswith(beginning)) / 1e6
+
+
+def test_qwen_2_5_vl_7b(tmp_path: Path) -> None:
+    text = {**TEXT, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+    found = published(tmp_path, "Qwen2_5_VLForConditionalGeneration", QWEN_2_5, None, **text)
+    assert found.expected_tensors()["visual.merger.mlp.2.weight"] == (3584, 5120)
+    assert found.expected_tensors()["visual.patch_embed.proj.weight"] == (1280, 3, 2, 14, 14)
+    assert millions(found) == pytest.approx(676.55, abs=0.01)
+    assert (found.tower.window, found.tower.head_dim, found.tower.pixels.mean) == (4, 80, CLIP_MEAN)
+    assert found.num_rows(644, 980) == 23 * 35
+
+
+def test_qwen_3_vl_8b(tmp_path: Path) -> None:
+    file = {**QWEN_FILE, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    found = published(tmp_path, "Qwen3VLForConditionalGeneration", QWEN_3, file, text_config=TEXT)
+    name = "model.visual.deepstack_merger_list.2"
+    assert found.expected_tensors()[f"{name}.linear_fc2.weight"] == (4096, 4608)
+    assert found.expected_tensors()[f"{name}.norm.weight"] == (4608,)
+    assert millions(found) == pytest.approx(576.4, abs=0.1)
+    assert (found.tower.grid, found.tower.deep_layers) == (48, (8, 16, 24))
+    assert (found.tower.pixels.mean, found.tower.pixels.factor) == ((0.5, 0.5, 0.5), 1 / 255)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_theta": 10000.0}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}]
+)
+def test_mistral_small_3_1(tmp_path: Path, rope: dict[str, Any]) -> None:
+    file = {"patch_size": {"height": 14, "width": 14}, "size": {"longest_edge": 1540}}
+    found = published(
+        tmp_path,
+        "Mistral3ForConditionalGeneration",
+        {**PIXTRAL, **rope},
+        file,
+        text_config={**TEXT, "hidden_size": 5120, "model_type": "mistral", "head_dim": 128},
+        multimodal_projector_bias=False,
+        projector_hidden_act="gelu",
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    )
+    assert found.expected_tensors()["multi_modal_projector.linear_1.weight"] == (5120, 1024)
+    assert millions(found, "vision_tower.") == pytest.approx(403, abs=1)
+    assert (found.tower.theta, found.tower.activation, found.tower.projector_eps) == (1e4, "silu", 1e-5)
+    assert found.num_rows(1540, 1036) == 55 * 37
