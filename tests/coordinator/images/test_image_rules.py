@@ -176,6 +176,21 @@ def test_why_a_checkpoint_takes_no_images(
     assert why in images.why
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_families_with_the_images_of_another(
+    folders: dict[str, Path], rules: dict[str, ImageRules], tmp_path: Path, family: str
+) -> None:
+    for each in folders["qwen3_vl"].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    for vision in (config["vision_config"], {}, None):
+        (tmp_path / "config.json").write_text(
+            json.dumps({**config, "model_type": family, "vision_config": vision})
+        )
+        expected = NoImages() if vision is None else rules["qwen3_vl"]
+        assert ServedModel.load(tmp_path, "x").images == expected
+
+
 def test_files_of_the_image_processor(folders: dict[str, Path], tmp_path: Path) -> None:
     """That of the processor goes before the older one; without either the defaults are transformers'."""
     for each in folders["qwen2_5_vl"].iterdir():
