@@ -68,8 +68,8 @@ READER = "splitserve.coordinator.generate.reader.reader_process"
 @pytest.mark.parametrize(
     ("modules", "without"),
     [
-        ("splitserve.cli.main, splitserve.cli.coordinator", {"torch", "httpx", "rich"}),
-        (READER, {"torch", "httpx", "uvicorn", "starlette", "prometheus_client"}),
+        ("splitserve.cli.main, splitserve.cli.coordinator", {"torch", "httpx", "rich", "PIL"}),
+        (READER, {"torch", "httpx", "uvicorn", "starlette", "prometheus_client", "PIL"}),
     ],
 )
 def test_a_process_starts_without_what_it_has_no_use_for(modules: str, without: set[str]) -> None:

@@ -87,7 +87,7 @@ def is_long(request: GenerateRequest) -> bool:
         num_chars = CHARS_PER_MESSAGE * len(request.messages) + CHARS_PER_TOOL * len(request.offered_tools)
         for message in request.messages:
             num_chars += len(message.content or "")
-            if not isinstance(message.content, str) and message.images:
+            if message.images:
                 return True
     else:
         num_chars = sum(

@@ -48,6 +48,7 @@ HOLES = [
         "CVE-2025-32434: torch.load runs code (it is not called; weights are safetensors only)",
     ),
     ("redis", "4.5.3", "CVE-2023-28859: an answer goes to another request after a cancellation"),
+    ("pillow", "12.3.0", "CVE-2026-96643: an Exif header is replaced without end"),
     ("pillow", "12.3.0", "CVE-2026-112403: a JPEG image overflows the decoder's buffer"),
     ("pyyaml", "5.3.1", "CVE-2020-14343: full_load runs code (only safe_load is called)"),
 ]

@@ -85,7 +85,7 @@ class Message(Body):
     def images(self) -> list[ImagePart]:
         """The content's images."""
         content: Content = self.content or ""
-        return [part for part in content if isinstance(part, ImagePart)]
+        return [] if isinstance(content, str) else [each for each in content if isinstance(each, ImagePart)]
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as Hugging Face chat templates take it: older fields of OpenAI's become

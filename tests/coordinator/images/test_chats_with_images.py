@@ -182,17 +182,22 @@ async def test_an_image_in_a_large_body_is_read_all_the_same(
     assert shown(request, model) == filled("<|user|>#<|end|><|assistant|>", (rows, columns))
 
 
+@pytest.mark.parametrize("background", [False, True])
 async def test_a_stored_response_goes_on_with_its_images(
-    http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel, background: bool
 ) -> None:
     image = {"type": "input_image", "image_url": data_url(WIDE)}
-    first = await http.post(
-        RESPONSES, json={"input": [{"role": "user", "content": [image]}], "temperature": 0}
+    body = {"input": [of(image)], "temperature": 0, "background": background}
+    first = (await http.post(RESPONSES, json=body)).json()
+    while first["status"] != "completed":
+        assert first["status"] in ("queued", "in_progress")
+        first = (await http.get(f"{RESPONSES}/{first['id']}")).json()
+    images = dispatcher.requests[-1].images
+    request = await asked(
+        http, dispatcher, RESPONSES, {"input": "More?", "previous_response_id": first["id"]}
     )
-    pixels = dispatcher.requests[-1].images
-    more = {"input": "More?", "previous_response_id": first.json()["id"]}
-    request = await asked(http, dispatcher, RESPONSES, more)
-    assert [image.pixels for image in request.images] == [image.pixels for image in pixels] != []
+    assert len(dispatcher.requests) == 2
+    assert [image.pixels for image in request.images] == [image.pixels for image in images] != []
     assert shown(request, model).startswith(filled("<|user|>#<|end|><|assistant|>", GRIDS[0]))
 
 

@@ -15,13 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as pillow
-from support.image_models import PREPROCESSORS, encoded, picture, write_image_model
+from support.image_models import CHAT, PREPROCESSORS, encoded, of, part, picture, text, write_image_model
 from transformers.models.pixtral import image_processing_pil_pixtral as with_pillow
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from splitserve.coordinator.generate.plan import Planner, parse
+from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.images.reading import opened, resized
 from splitserve.coordinator.images.rules import ImageRules, NoImages, PixtralImages, QwenImages
 from splitserve.coordinator.text.served_model import ServedModel
+from splitserve.transport.messages.images import FIRST_IMAGE_ID, image_name, image_token_ids
 
 SIDES = {"qwen2_5_vl": 28, "qwen3_vl": 32, "mistral3": 28}
 SIZES = st.tuples(st.integers(1, 400), st.integers(1, 400))
@@ -111,8 +114,22 @@ def test_tokens_of_rows_are_those_of_transformers(their_pixtral: Any) -> None:
     processor.image_token, processor.image_break_token, processor.image_end_token = ids
     rules = PixtralImages("", 0, 28, 1, 1, row_end=8, image_end=9)
     for rows, columns in itertools.product(range(1, 5), repeat=2):
-        text = processor.replace_image_token({"image_sizes": [(28 * rows, 28 * columns)]}, 0)
-        assert rules.layout(rows, columns) == [ids[f"[{word}"] for word in text.split("[")[1:]]
+        written = processor.replace_image_token({"image_sizes": [(28 * rows, 28 * columns)]}, 0)
+        assert rules.layout(rows, columns) == [ids[f"[{word}"] for word in written.split("[")[1:]]
+
+
+def test_rows_of_an_image_in_a_prompt(folders: dict[str, Path]) -> None:
+    """The ends of rows are words; each other token has a name of its own that follows from the pixels."""
+    model = ServedModel.load(folders["mistral3"], "x")
+    body = {"messages": [of(text("a"), part(encoded(picture(84, 56))), text("b"))]}
+    plan = Planner(model, HttpLimits()).plan(parse(CHAT, json.dumps(body).encode()), {}, "standard")
+    (prompt,), (image,) = plan.prompts, plan.prompts[0].images
+    rows = "[IMG][IMG][IMG_BREAK]" * 2 + "[IMG][IMG][IMG_END]"
+    assert model.tokenizer.decode(prompt.shown_ids) == f"<|user|>a{rows}b<|end|><|assistant|>"
+    own = prompt.token_ids[image.first : image.first + image.num_tokens]
+    named = image_token_ids(image_name(image.height, image.width, image.pixels), 6).tolist()
+    assert [one for one in own if one >= FIRST_IMAGE_ID] == named
+    assert (image.first, image.num_tokens, prompt.rope_shift) == (2, 9, 0)
 
 
 def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -151,11 +168,27 @@ def test_why_a_checkpoint_takes_no_images(
     """Its text is served all the same."""
     for each in folders[family].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
-    of = tmp_path / f"{file}.json"
-    of.write_text(json.dumps(changed(json.loads(of.read_text()) if of.exists() else {}, path, value)))
+    written = tmp_path / f"{file}.json"
+    values = json.loads(written.read_text()) if written.exists() else {}
+    written.write_text(json.dumps(changed(values, path, value)))
     images = ServedModel.load(tmp_path, "x").images
     assert isinstance(images, NoImages)
     assert why in images.why
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_families_with_the_images_of_another(
+    folders: dict[str, Path], rules: dict[str, ImageRules], tmp_path: Path, family: str
+) -> None:
+    for each in folders["qwen3_vl"].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    for vision in (config["vision_config"], {}, None):
+        (tmp_path / "config.json").write_text(
+            json.dumps({**config, "model_type": family, "vision_config": vision})
+        )
+        expected = NoImages() if vision is None else rules["qwen3_vl"]
+        assert ServedModel.load(tmp_path, "x").images == expected
 
 
 def test_files_of_the_image_processor(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def claude(*messages: dict[str, Any]) -> dict[str, Any]:
         (CHAT, {"messages": [{"role": "user", "content": f"a {PAD}"}]}, "1 times <|image_pad|> for 0 images"),
         (CHAT, {"messages": [of(text(PAD), part(WIDE))]}, "2 times <|image_pad|> for 1 images"),
         (CHAT, {"messages": [of(*[part(WIDE)] * 257)]}, "257 images"),
-        (CHAT, {"messages": [of(*[part(TALL)] * 250)]}, "context length is 2048"),
+        (CHAT, {"messages": [of(*[part(TALL)] * 250)]}, "2048 tokens, but your prompt has at least 2"),
         (CHAT, {"messages": ONE, "prompt_logprobs": 0}, "prompt_logprobs: is not built"),
         (CHAT, {"messages": ONE, "truncate_prompt_tokens": 9}, "truncate_prompt_tokens: is not built"),
         (CHAT, {"messages": ONE, "mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs"),
