@@ -18,9 +18,7 @@ from .reading import BICUBIC
 MOST_PIXELS = MAX_PIXEL_BYTES // 3
 MAX_RATIO = 200
 """The longer side of an image over its shorter one, for Qwen's models."""
-QWEN_PATCHES = {
-    "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16, "qwen3_5_moe": 16
-}  # fmt: skip
+QWEN_PATCHES = {"qwen2_5_vl": 14, **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), 16)}
 """The pixels of a patch's side where config.json leaves them out, by family."""
 FIXED = {"do_resize": True, "resample": BICUBIC, "do_convert_rgb": True, "do_center_crop": False}
 """Options of image processors of which no other value is built."""
@@ -64,7 +62,7 @@ class ImageRules(ABC):
 
 @dataclass(frozen=True, slots=True)
 class QwenImages(ImageRules):
-    """Qwen2.5-VL, Qwen3-VL, Qwen3.5: any number of pixels within bounds; positions in rows and columns."""
+    """Qwen2.5-VL, Qwen3-VL, Qwen3.5: pixels within bounds, and rope positions in rows and columns."""
 
     least_pixels: int
     most_pixels: int
@@ -127,8 +125,10 @@ def image_rules(
     """
     family, nested = config.get("model_type"), processor.get("image_processor")
     options = nested if isinstance(nested, dict) else preprocessor
+    if config.get("vision_config") is None:
+        return NoImages()
     if family not in (*QWEN_PATCHES, "mistral3"):
-        return NoImages(f"images are not built for {family!r}" if "vision_config" in config else "")
+        return NoImages(f"images are not built for {family!r}")
     for name, built in FIXED.items():
         if (asked := options.get(name)) not in (None, built):
             return NoImages(f"its image processor has {name} {asked!r}, which is not built")

@@ -176,5 +176,5 @@ def test_each_image_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPat
     served.answer(prompt)
     assert len(seen) == 2, "tokens behind the last full block are computed again, their image is not"
     monkeypatch.setattr(images, "MOST_BYTES", 0)
-    served.answer(prompt)
+    Served(model.runner, 7).answer(prompt)
     assert len(features._kept) == 1
