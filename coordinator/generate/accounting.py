@@ -141,4 +141,5 @@ class Accounting:
             client=self._call.client,
             priority_class=self._plan.priority_class,
             model=self._plan.model,
+            num_images=sum(len(prompt.images) for prompt in self._plan.prompts),
         )

@@ -35,6 +35,7 @@ class RequestRecord(NamedTuple):
     client: str = ""  # address
     priority_class: str = "standard"
     model: str = ""  # or adapter, by the name that answers have
+    num_images: int = 0  # of its prompts
 
     @property
     def total(self) -> float:
@@ -51,6 +52,8 @@ def log_request(record: RequestRecord) -> None:
         f"{record.num_prompt_tokens} prompt tokens ({record.num_cached_tokens} cached), "
         f"{record.num_output_tokens} output tokens"
     )
+    if record.num_images:
+        tokens += f", {record.num_images} images"
     where = f"{record.prefill_worker or '-'} to {record.decode_worker or '-'}"
     times = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in stages.items() if seconds)
     fields: dict[str, object] = {
@@ -65,6 +68,7 @@ def log_request(record: RequestRecord) -> None:
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": record.num_cached_tokens,
         "output_tokens": record.num_output_tokens,
+        "images": record.num_images,
         "dispatches": record.num_dispatches,
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,

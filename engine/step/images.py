@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..vision.tower import ImageFeatures, VisionTower
 
 MOST_BYTES = 64 << 20
-"""Of features that are kept: for an image's next chunk, and for other prompts with it. Where all of it is
-cached but what is in no full block, the tower would run for a few tokens."""
+"""Size of the features that are kept, for an image's next chunk and for other prompts with it. Where all of
+it is cached but what is in no full block, the tower would run for a few tokens."""
 
 
 class StepFeatures:

@@ -90,17 +90,31 @@ def test_each_request_is_a_line_with_its_id_and_its_stages(caplog: pytest.LogCap
     ledger.enter("decode", 1.5)
     ledger.close(3.0)
     record = RequestRecord(
-        "cmpl-1", "/v1/completions", "200", ledger, ledger.stages(), 2.0, 10, 4, 7, 1, "p0", "d0", "acme"
+        "cmpl-1",
+        "/v1/completions",
+        "200",
+        ledger,
+        ledger.stages(),
+        2.0,
+        10,
+        4,
+        7,
+        1,
+        "p0",
+        "d0",
+        "acme",
+        num_images=2,
     )
     with caplog.at_level(logging.INFO):
         log_request(record)
     (logged,) = [message for message in caplog.records if message.name == log_request.__module__]
     assert logged.getMessage() == (
         "cmpl-1 200 in 2000.0 ms (parse 500.0, decode 1500.0): 10 prompt tokens (4 cached), 7 "
-        "output tokens, p0 to d0"
+        "output tokens, 2 images, p0 to d0"
     )
     line = json.loads(JsonFormatter("coordinator").format(logged))
     assert (line["request_id"], line["tenant"], line["seconds"]) == ("cmpl-1", "acme", 2.0)
+    assert line["images"] == 2
     assert sum(line["stages"].values()) == pytest.approx(line["seconds"], rel=0.01)
 
 
