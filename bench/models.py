@@ -79,16 +79,23 @@ def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int
             file.write(tensor.to(dtype).view(torch.uint8).numpy().data)
 
 
-def make_random_qwen_vl(path: Path, seed: int = 0) -> None:
-    """Write a Qwen3-VL in bfloat16: the text model of ``LLAMA_125M``, a vision tower of 135M parameters."""
-    text = {**LLAMA_125M, "vocab_size": LLAMA_125M["vocab_size"] + len(IMAGE_MARKS)}
+def make_random_qwen_vl(path: Path, seed: int = 0, small: bool = False) -> None:
+    """Write a Qwen3-VL in bfloat16: the text model of ``LLAMA_125M``, a vision tower of 135M parameters.
+    ``small``: the least of it."""
+    text: dict[str, Any] = {**LLAMA_125M, "vocab_size": LLAMA_125M["vocab_size"] + len(IMAGE_MARKS)}
+    vision_sizes = dict(QWEN_VL_VISION)
+    if small:
+        text |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 1}
+        text |= {"num_attention_heads": 1}
+        vision_sizes |= {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+        vision_sizes |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0]}
     config = {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "text_config": {**text, "head_dim": 64, "max_position_embeddings": 4096, **QWEN_VL_TEXT},
-        "vision_config": QWEN_VL_VISION,
+        "vision_config": vision_sizes,
     }
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))

@@ -41,6 +41,7 @@ STAGES: Stages = (
         _here("parity qwen3", 70, "parity:parity", "qwen3"),
         _here("graphs", 70, "correctness:graphs"),
         _here("exact", 70, "correctness:exact"),
+        _here("images", 70, "images:images"),
         _here("blocks", 70, "correctness:blocks"),
         _here("cpu", 70, "host:cpu"),
     ),
