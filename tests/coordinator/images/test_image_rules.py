@@ -23,7 +23,9 @@ from splitserve.coordinator.images.reading import opened, resized
 from splitserve.coordinator.images.rules import ImageRules, NoImages, PixtralImages, QwenImages
 from splitserve.coordinator.text.served_model import ServedModel
 
-SIDES = {"qwen2_5_vl": 28, "qwen3_vl": 32, "mistral3": 28}
+SIDES = {
+    "qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_vl_moe": 32, "qwen3_5_images": 32, "mistral3": 28
+}  # fmt: skip
 SIZES = st.tuples(st.integers(1, 400), st.integers(1, 400))
 FEW = settings(max_examples=40, deadline=None)
 
