@@ -102,7 +102,7 @@ def _in_rgb(picture: Picture) -> Picture:
 
     picture.load()
     if (turn := TURNS.get(_orientation(picture))) is not None:
-        picture = picture.transpose(turn)
+        picture = picture.transpose(Image.Transpose(turn))
     if picture.mode.startswith("I"):
         return _in_8_bits(picture).convert("RGB")
     if "A" not in picture.getbands() and picture.info.get("transparency") is None:
@@ -113,11 +113,13 @@ def _in_rgb(picture: Picture) -> Picture:
     return picture.convert("RGB")
 
 
-def _orientation(picture: Picture) -> object:
+def _orientation(picture: Picture) -> int:
+    """0: none is known."""
     try:
-        return picture.getexif().get(ORIENTATION)
+        found = picture.getexif().get(ORIENTATION)
+        return found if isinstance(found, int) else 0
     except Exception:  # the library's parser met damage; the picture itself is whole
-        return None
+        return 0
 
 
 def _in_8_bits(picture: Picture) -> Picture:
