@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -11,23 +12,23 @@ from torch import Tensor
 
 from ...transport.messages.images import FIRST_IMAGE_ID, Image
 from ..device import send
-from ..errors import EngineError
+from ..errors import EngineError, is_out_of_memory, release_memory_of
 from ..model.step_inputs import StepImages
 from .batch import Batch, ImagePart
 
 if TYPE_CHECKING:
     from ..vision.tower import ImageFeatures, VisionTower
 
-MOST_KEPT = 8  # images whose prompts have begun, of which some may have been cancelled
+MOST_KEPT = 8  # images of which a prompt's chunk has a part
 
 
 class StepFeatures:
     """Each image is computed alone, with the first chunk that has tokens of it: its bits depend on nothing
-    else. Its features are kept until its last chunk."""
+    else. Its features are kept until its last chunk, or until its prompt is gone."""
 
     def __init__(self, tower: VisionTower | None, device: torch.device) -> None:
         self._tower, self._device = tower, device
-        self._kept: OrderedDict[int, tuple[Image, ImageFeatures]] = OrderedDict()  # by the image's id
+        self._kept: OrderedDict[int, tuple[weakref.ref[Image], ImageFeatures]] = OrderedDict()  # by id
 
     def of(self, batch: Batch) -> StepImages | None:
         """None: the batch has none. Raises EngineError."""
@@ -41,11 +42,11 @@ class StepFeatures:
 
     def _of_part(self, batch: Batch, part: ImagePart) -> list[Tensor]:
         image, tokens = part.image, batch.token_ids[part.row : part.row + part.count]
-        if (kept := self._kept.pop(id(image), None)) is None:
-            kept = image, self._compute(image)
+        if (kept := self._kept.pop(key := id(image), None)) is None:
+            kept = weakref.ref(image, lambda _: self._kept.pop(key, None)), self._compute(image)
         features = kept[1]
         if part.first + part.count < image.num_tokens:
-            self._kept[id(image)] = kept
+            self._kept[key] = kept
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         rows = part.row + (tokens >= FIRST_IMAGE_ID).nonzero()[0]
@@ -59,6 +60,26 @@ class StepFeatures:
         return [send(torch.from_numpy(rows), self._device), *columns]
 
     def _compute(self, image: Image) -> ImageFeatures:
+        """Raises EngineError where memory is short, as smaller steps would not help."""
+        try:
+            return self._features(image)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release_memory_of(error)
+        try:
+            return self._features(image)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release_memory_of(error)
+            raise EngineError(
+                f"an image of {image.width} x {image.height} pixels does not fit into the worker's memory: "
+                "send it smaller, or give the worker a smaller KV cache (--kv-cache-gib, "
+                "--gpu-memory-utilization)"
+            ) from None
+
+    def _features(self, image: Image) -> ImageFeatures:
         assert self._tower is not None, "see ``of``"
         pixels = torch.from_numpy(np.frombuffer(bytearray(image.pixels), np.uint8))
         return self._tower(send(pixels, self._device).view(image.height, image.width, 3))
