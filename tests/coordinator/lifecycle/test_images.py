@@ -35,3 +35,14 @@ def test_workers_that_take_no_images_get_none() -> None:
     assert ended.error == "unavailable"
     assert "worker old takes no images" in ended.message
     assert sent(bench.submit("s"), Prefill), "without images it is served"
+
+
+def test_an_attempt_after_an_older_worker_has_joined_is_not_sent_to_it() -> None:
+    """It would skip the fields of images that it does not know, and answer wrongly."""
+    bench = bench_with_images()
+    for i in range(3):
+        bench.submit(f"r{i}", **ASKED)
+    bench.hello("old", "decode", incarnation=1)
+    again = sent(bench.hello("p", "prefill", incarnation=3, takes_images=True), Prefill)
+    assert again
+    assert {order.decode.worker_id for order in again} == {"d"}
