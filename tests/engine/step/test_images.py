@@ -210,3 +210,18 @@ def test_an_image_without_memory_fails_alone(
     with pytest.raises(EngineError, match="does not fit into the worker's memory") as raised:
         Served(model.runner, 256).answer(prompt)
     assert not is_out_of_memory(raised.value)
+
+
+def test_what_a_model_drafts_behind_is_a_word(model: Model) -> None:
+    """No row of the embeddings belongs to a token of an image."""
+    prompt, served = model.prompt(WIDE), Served(model.runner, 7)
+    served.scheduler = PrefillScheduler(BlockManager(72), BLOCK_SIZE, "kv", 7, 4, model_drafts=True)
+    served.scheduler.add(served.spec(prompt), PEER, 0.0, prompt.images)
+    found: list[int] = []
+    while (step := served.scheduler.schedule(0.0)) is not None:
+        assert step.batch.next_ids is not None
+        found += step.batch.next_ids.tolist()
+        served.scheduler.complete(step)
+    assert found[-1] == -1
+    assert 0 in found
+    assert max(found) < served.runner.config.vocab_size
