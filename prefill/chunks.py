@@ -155,9 +155,10 @@ class Chunk:
 
     @property
     def next_id(self) -> int:
-        """The token behind the chunk; -1: the one that is sampled; 0, any, where none follows."""
+        """The token behind the chunk; -1: the one that is sampled; 0, any, where none follows or an image."""
         if not self.is_last:
-            return int(self.sequence.token_ids[self.end])
+            behind = int(self.sequence.token_ids[self.end])
+            return behind if behind < FIRST_IMAGE_ID else 0
         return 0 if self.sequence.scores_only else -1
 
     @property

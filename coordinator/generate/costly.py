@@ -10,6 +10,7 @@ from ..http.call import Call
 from ..tenants.buckets import Shortage
 from ..tenants.tenancy import Admission, Answer, Limiter, refusal_of
 from .plan import PLAN_HEADERS, AskedRequest, Planner, RequestPlan
+from .prompts import has_images
 from .reader.body_reader import BodyReader
 
 
@@ -24,8 +25,11 @@ class CostlyPlanner:
     ) -> tuple[RequestPlan, Admission]:
         """Return the plan, and the admission of one request of one token so far. Raises ApiError.
 
-        ``known``: None if the body is not parsed yet, else the request and its model's planner.
+        ``known``: None if the body is not parsed yet, else the request and its model's planner. Chats with
+        images are read by the reader's process: one takes seconds, and other prompts wait for the threads.
         """
+        if known is not None and has_images(known[0]):
+            known = None
         admission = await self._asked(lambda answer: self._limiter.admit(call.account, 1, answer))
         own_class = call.account.priority_class
         try:

@@ -81,14 +81,18 @@ def _unpacked(token_ids: bytes, *others: Any) -> Prompt:
     return Prompt(array("I", token_ids), *others)
 
 
+def has_images(request: object) -> bool:
+    return isinstance(request, ChatCompletionRequest) and any(message.images for message in request.messages)
+
+
 def is_long(request: GenerateRequest) -> bool:
     """Whether ``prompts_of`` is better called on a thread."""
+    if has_images(request):
+        return True
     if isinstance(request, ChatCompletionRequest):
         num_chars = CHARS_PER_MESSAGE * len(request.messages) + CHARS_PER_TOOL * len(request.offered_tools)
         for message in request.messages:
             num_chars += len(message.content or "")
-            if message.images:
-                return True
     else:
         num_chars = sum(
             len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR

@@ -29,6 +29,10 @@ class TokenizeRequest(TemplateFields):
             raise invalid("prompt: give either `prompt` or `messages`")
         return self
 
+    @property
+    def has_images(self) -> bool:
+        return any(message.images for message in self.messages or ())
+
 
 class DetokenizeRequest(Body):
     """POST /detokenize."""

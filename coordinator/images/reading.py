@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from io import BytesIO
 from threading import Lock
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -21,6 +24,14 @@ MAX_PIXELS = 64_000_000
 """Looked at before an image is decoded, which takes up to 12 bytes a pixel."""
 MAX_PIXELS_IN_ALL = 4 * MAX_PIXELS
 """For one request: to decode as many takes seconds."""
+MAX_SCANNED = 20 * MAX_PIXELS
+"""Pixels times scans of a JPEG: a scan of 100 bytes goes over all pixels again. Usual are 1 to 15 scans."""
+MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""Of JPEG; not those inside a scan's data."""
+SCAN, END = 0xDA, 0xD9
+ORIENTATION = 0x0112  # of EXIF
+TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""Pillow's number of the turn, by orientation; of others none."""
 LARGE_PIXELS = 4_000_000
 """Images of more are decoded and resized one at a time, for their memory."""
 _large = Lock()
@@ -60,7 +71,18 @@ def opened(data: bytes) -> Picture:
         raise ValueError(_damaged(error)) from error
     if picture.width * picture.height > MAX_PIXELS:
         raise ValueError(too_large)
+    if picture.format in ("JPEG", "MPO") and num_scans(data) * picture.width * picture.height > MAX_SCANNED:
+        raise ValueError("it is compressed in too many scans; save it without progressive compression")
     return picture
+
+
+def num_scans(data: bytes) -> int:
+    """Return the number of a JPEG's scans, without those of previews in its metadata."""
+    count, at = 0, 2
+    while (marker := MARKER.search(data, at)) is not None and data[marker.start() + 1] != END:
+        count += data[marker.start() + 1] == SCAN
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
+    return count
 
 
 def resized(picture: Picture, size: Callable[[int, int], tuple[int, int]]) -> Picture:
@@ -76,15 +98,39 @@ def resized(picture: Picture, size: Callable[[int, int], tuple[int, int]]) -> Pi
 
 
 def _in_rgb(picture: Picture) -> Picture:
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    ImageOps.exif_transpose(picture, in_place=True)
+    picture.load()
+    if (turn := TURNS.get(_orientation(picture))) is not None:
+        picture = picture.transpose(Image.Transpose(turn))
+    if picture.mode.startswith("I"):
+        return _in_8_bits(picture).convert("RGB")
     if "A" not in picture.getbands() and picture.info.get("transparency") is None:
         return picture.convert("RGB")
     if picture.mode != "RGBA":
         picture = picture.convert("RGBA")
     picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255, 255, 255, 255)), picture)
     return picture.convert("RGB")
+
+
+def _orientation(picture: Picture) -> int:
+    """0: none is known."""
+    try:
+        found = picture.getexif().get(ORIENTATION)
+        return found if isinstance(found, int) else 0
+    except Exception:  # the library's parser met damage; the picture itself is whole
+        return 0
+
+
+def _in_8_bits(picture: Picture) -> Picture:
+    """Return a grey image of 16 bits as one of 8; the library would cut off what is above 255."""
+    from PIL import Image
+
+    levels = np.asarray(picture)
+    high = (levels >> 8).astype(np.uint8)
+    if (transparent := picture.info.get("transparency")) is not None:
+        high[levels == transparent] = 255
+    return Image.fromarray(high)
 
 
 def _damaged(error: Exception) -> str:

@@ -82,6 +82,8 @@ class Evacuation:
     def _target(self, request: Request, worker: WorkerRecord) -> WorkerRecord | None:
         open_ones = self._pools.open_of_role("decode")
         others = [w for w in open_ones if w.kind == worker.kind and w.has(request.adapter)]
+        if request.images:
+            others = [w for w in others if w.hello.takes_images]
         able = holding(request, [w for w in others if w.room >= request.num_tokens], others)
         if not worker.draining:
             able = [w for w in able if w.share_left(w.blocks_for(request.num_tokens)) > SPARE]

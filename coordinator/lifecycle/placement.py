@@ -222,6 +222,8 @@ class Placement:
             prefills, decodes = suspicion.allowed(request, prefills), suspicion.allowed(request, decodes)
         prefills = holding(request, prefills, pools.open_of_role("prefill"))
         decodes = holding(request, decodes, pools.open_of_role("decode"))
+        if request.images:
+            prefills, decodes = ([w for w in of if w.hello.takes_images] for of in (prefills, decodes))
         prefills, decodes = fitting(prefills, decodes)
         if not prefills or not decodes:
             self._inconclusive = True

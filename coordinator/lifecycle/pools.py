@@ -161,9 +161,10 @@ class Pools:
         """By process: its worker of the role that it prefers, where the process may borrow."""
         for worker in workers:
             worker.home = self._home_of.get(worker.process) if worker.is_reserve else None
-        self.all_fit = not self.has_mixed and len({(w.kind, w.max_model_len) for w in workers}) == 1
-        """Whether every prefill worker fits every decode worker, and all hold sequences of the same
-        length."""
+        kinds = {(w.kind, w.max_model_len, w.hello.takes_images) for w in workers}
+        self.all_fit = not self.has_mixed and len(kinds) == 1
+        """Whether every prefill worker fits every decode worker, and all hold sequences of the same length
+        and images, or none."""
         self.without_images = [w.hello.worker_id for w in workers if not w.hello.takes_images]
         """Workers that take no prompts with images."""
         if workers:

@@ -105,7 +105,10 @@ class OrdinaryRoutes:
                 asked = validated(kind, body)
                 self._unknown.note(asked.unknown_fields())
                 model = self._servings.models.of(asked.model)
-                text = await model.tokenizer.aside(lambda: answer(asked, model))
+                if isinstance(asked, TokenizeRequest) and asked.has_images:
+                    text = await self._generation.reader.read(work, body)
+                else:
+                    text = await model.tokenizer.aside(lambda: answer(asked, model))
         return Response(text, media_type="application/json")
 
     async def _health(self, request: Request) -> Response:

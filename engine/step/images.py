@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...transport.messages.images import FIRST_IMAGE_ID, Image
 from ..device import send
-from ..errors import EngineError
+from ..errors import EngineError, is_out_of_memory, release_memory_of
 from ..model.step_inputs import StepImages
 from .batch import Batch, ImagePart
 
@@ -46,7 +46,8 @@ class StepFeatures:
         if (features := self._kept.pop(image.name, None)) is None:
             features = self._compute(image)
         self._kept[image.name] = features
-        while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > MOST_BYTES:
+        ends = part.first + part.count == image.num_tokens
+        while len(self._kept) + ends > 1 and sum(map(_num_bytes, self._kept.values())) > MOST_BYTES:
             self._kept.popitem(last=False)
         rows = part.row + (tokens >= FIRST_IMAGE_ID).nonzero()[0]
         own = slice(part.skipped, part.skipped + len(rows))
@@ -59,6 +60,26 @@ class StepFeatures:
         return [send(torch.from_numpy(rows), self._device), *columns]
 
     def _compute(self, image: Image) -> ImageFeatures:
+        """Raises EngineError where memory is short, as smaller steps would not help."""
+        try:
+            return self._features(image)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release_memory_of(error)
+        try:
+            return self._features(image)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release_memory_of(error)
+            raise EngineError(
+                f"an image of {image.width} x {image.height} pixels does not fit into the worker's memory: "
+                "send it smaller, or give the worker a smaller KV cache (--kv-cache-gib, "
+                "--gpu-memory-utilization)"
+            ) from None
+
+    def _features(self, image: Image) -> ImageFeatures:
         assert self._tower is not None, "see ``of``"
         pixels = torch.from_numpy(np.frombuffer(bytearray(image.pixels), np.uint8))
         return self._tower(send(pixels, self._device).view(image.height, image.width, 3))

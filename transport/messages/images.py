@@ -23,7 +23,7 @@ MAX_PIXEL_BYTES = 64 << 20  # of all images of a request
 NAME_BYTES = 16
 
 
-class Image(Message, frozen=True, kw_only=True):
+class Image(Message, frozen=True, kw_only=True, weakref=True):
     """``first``: index of its first token, of ``num_tokens`` in a row; not each must have a feature (a family
     may end rows by a word of its own). ``pixels``: uint8 RGB, [height, width, 3], resized as the model takes
     it. ``num_positions``: rope positions that it takes where each token has that of its row and that of its

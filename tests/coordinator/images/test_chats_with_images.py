@@ -32,6 +32,7 @@ from support.image_models import (
     text,
 )
 
+from splitserve.coordinator.generate.api import LARGE_BODY_BYTES
 from splitserve.coordinator.generate.plan import Planner, parse
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Request
@@ -180,6 +181,18 @@ async def test_an_image_in_a_large_body_is_read_all_the_same(
     rows, columns = request.images[0].height // 32, request.images[0].width // 32
     assert rows * columns <= 40
     assert shown(request, model) == filled("<|user|>#<|end|><|assistant|>", (rows, columns))
+
+
+async def test_no_image_takes_a_thread_that_other_prompts_wait_for(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four files of 8 KB may have 256 megapixels: seconds of work."""
+    body = {"messages": ONE}
+    assert len(orjson.dumps(body)) < LARGE_BODY_BYTES
+    monkeypatch.setattr(type(model.tokenizer), "aside", None)
+    request = await asked(http, dispatcher, CHAT, body)
+    assert shown(request, model) == filled("<|user|>look #<|end|><|assistant|>", GRIDS[0])
+    assert (await http.post("/tokenize", json=body)).json()["count"] == len(request.prompt_token_ids)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -26,7 +26,9 @@ from splitserve.coordinator.images.rules import ImageRules, NoImages, PixtralIma
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.transport.messages.images import FIRST_IMAGE_ID, image_name, image_token_ids
 
-SIDES = {"qwen2_5_vl": 28, "qwen3_vl": 32, "mistral3": 28}
+SIDES = {
+    "qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_vl_moe": 32, "qwen3_5_images": 32, "mistral3": 28
+}  # fmt: skip
 SIZES = st.tuples(st.integers(1, 400), st.integers(1, 400))
 FEW = settings(max_examples=40, deadline=None)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from support.image_models import encoded, picture
 
-from splitserve.coordinator.images.reading import decoded, opened, resized
+from splitserve.coordinator.images.reading import decoded, num_scans, opened, resized
 
 PLAIN = picture(9, 14)
 FILES = {
@@ -67,6 +67,44 @@ def test_what_is_transparent_by_a_colour_is_white() -> None:
     image.putpixel((1, 0), 1)
     found = read(encoded(image, transparency=0), as_is)
     assert np.asarray(found).tolist() == [[[255, 255, 255], [200, 0, 0]]]
+
+
+def test_a_grey_image_of_16_bits_keeps_its_levels() -> None:
+    levels = np.array([[0, 255, 256, 0x8000, 0xFFFF]], np.uint16)
+    found = read(encoded(Image.fromarray(levels)), as_is)
+    assert np.asarray(found)[0].tolist() == [[level] * 3 for level in (0, 0, 1, 128, 255)]
+    found = read(encoded(Image.fromarray(levels), transparency=256), as_is)
+    assert np.asarray(found)[0, 2].tolist() == [255] * 3
+
+
+def test_odd_fields_of_exif_spoil_no_image() -> None:
+    """The library reads this field, and cannot write it."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x011A] = 6, 72.0
+    file = encoded(PLAIN, "JPEG", exif=exif)
+    field = file.index(bytes.fromhex("011a0005"))
+    file = file[: field + 2] + b"\0\2" + file[field + 4 :]  # text in place of a ratio
+    assert read(file, as_is).size == (9, 14)
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
+    """A second of work for each 10 scans."""
+    file = encoded(Image.new("L", (8000, 8000), 128), "JPEG", progressive=True)
+    scan = file[file.rindex(b"\xff\xda") : -2]
+    assert num_scans(file) == 6
+    many = file[:-2] + scan * 15 + file[-2:]
+    assert len(many) < len(file) + 2000
+    opened(file)
+    with pytest.raises(ValueError, match="too many scans"):
+        opened(many)
+
+
+def test_scans_of_previews_and_of_what_follows_do_not_count() -> None:
+    preview = encoded(PLAIN, "JPEG", exif=b"Exif\0\0" + FILES["JPEG"])
+    assert num_scans(preview + FILES["JPEG"]) == 1
+    large = encoded(picture(200, 200), "JPEG", quality=98)  # whose data has the byte 255
+    assert num_scans(large) == 1
+    assert num_scans(large[:-2]) == num_scans(large[:9000]) == 1
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

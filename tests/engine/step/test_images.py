@@ -21,6 +21,7 @@ from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.decode.rows import DecodeRows
 from splitserve.decode.sequences import DecodeSequence, divided
 from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.errors import EngineError, is_out_of_memory
 from splitserve.engine.step import images
 from splitserve.engine.step.batch import SamplingState
 from splitserve.engine.step.model_runner import ModelRunner
@@ -86,25 +87,27 @@ class Served:
         )
         self.num_dispatched = 0
 
-    def answer(self, prompt: Prompt, given: tuple[int, ...] = ()) -> tuple[list[int], int]:
-        """Tokens, and how many of the prompt were cached. ``given``: tokens that the client has already."""
+    def spec(self, prompt: Prompt, given: tuple[int, ...] = ()) -> RequestSpec:
         self.num_dispatched += 1
-        params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-        spec = RequestSpec(
+        return RequestSpec(
             request_id=f"r{self.num_dispatched}",
             epoch=0,
             dispatch=self.num_dispatched,
             coordinator=1,
             token_ids=u32([*prompt.token_ids, *given]),
             num_prompt_tokens=len(prompt.token_ids),
-            sampling=params,
+            sampling=SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True),
             deadline_s=60.0,
             rope_shift=rope_shift(prompt.images),
         )
+
+    def answer(self, prompt: Prompt, given: tuple[int, ...] = ()) -> tuple[list[int], int]:
+        """Tokens, and how many of the prompt were cached. ``given``: tokens that the client has already."""
+        spec = self.spec(prompt, given)
         sequence = self.scheduler.add(spec, PEER, 0.0, prompt.images)
         token, handed_over = self._prefill(sequence)
         outputs = [*given, token]
-        state = SamplingState(params, list(prompt.token_ids), outputs, rope_shift=spec.rope_shift)
+        state = SamplingState(spec.sampling, list(prompt.token_ids), outputs, rope_shift=spec.rope_shift)
         spare = list(range(NUM_BLOCKS - 24, NUM_BLOCKS))  # for its second state, and for its new blocks
         copy, more = spare[: self.state_blocks], spare[self.state_blocks :]
         blocks, states = divided(handed_over, copy, spec.num_tokens)
@@ -177,4 +180,45 @@ def test_each_image_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPat
     assert len(seen) == 2, "tokens behind the last full block are computed again, their image is not"
     monkeypatch.setattr(images, "MOST_BYTES", 0)
     Served(model.runner, 7).answer(prompt)
-    assert len(features._kept) == 1
+    assert not features._kept
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_image_without_memory_fails_alone(
+    model: Model, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Not as a step that is out of memory: its tower takes as much in a smaller one."""
+    features, tower, left = model.runner._images, model.runner._images._tower, times
+
+    def short(pixels: torch.Tensor) -> object:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        assert tower is not None
+        return tower(pixels)
+
+    features._kept.clear()
+    monkeypatch.setattr(features, "_tower", short)
+    prompt = model.prompt(encoded(picture(90, 150, seed=8)))
+    if times == 1:
+        assert len(Served(model.runner, 256).answer(prompt)[0]) == NUM_OUTPUTS
+        return
+    with pytest.raises(EngineError, match="does not fit into the worker's memory") as raised:
+        Served(model.runner, 256).answer(prompt)
+    assert not is_out_of_memory(raised.value)
+
+
+def test_what_a_model_drafts_behind_is_a_word(model: Model) -> None:
+    """No row of the embeddings belongs to a token of an image."""
+    prompt, served = model.prompt(WIDE), Served(model.runner, 7)
+    served.scheduler = PrefillScheduler(BlockManager(72), BLOCK_SIZE, "kv", 7, 4, model_drafts=True)
+    served.scheduler.add(served.spec(prompt), PEER, 0.0, prompt.images)
+    found: list[int] = []
+    while (step := served.scheduler.schedule(0.0)) is not None:
+        assert step.batch.next_ids is not None
+        found += step.batch.next_ids.tolist()
+        served.scheduler.complete(step)
+    assert found[-1] == -1
+    assert 0 in found
+    assert max(found) < served.runner.config.vocab_size
