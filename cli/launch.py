@@ -15,7 +15,8 @@ from ..coordinator.http.access.url import url_of
 from ..deploy.child_process import Command
 from ..deploy.errors import LaunchError
 from ..deploy.slurm_jobs import SlurmJobs
-from .local_cluster import commands, curl_example, incarnations, is_ready, notify
+from .cluster_state import incarnations, is_ready
+from .local_cluster import commands, curl_example, notify
 from .up import Plan
 from .up_workers import pools_of
 
@@ -123,7 +124,7 @@ def _launch(plan: Plan, launcher: Launcher) -> int:
 
 async def _ready(plan: Plan, launcher: Launcher, url: str, wanted: set[str], deadline: float) -> bool:
     """Wait until the cluster serves. Raises LaunchError where a process has ended."""
-    while not await is_ready(url, plan.coordinator.tls_cert, plan.models):
+    while not await is_ready(url, *plan.asked_for_ready):
         if ended := sorted(wanted - set(launcher.running())):
             raise LaunchError(f"{ended[0]} could not start; its log: {launcher.log_of(ended[0])}")
         if time.monotonic() > deadline:
@@ -138,7 +139,7 @@ async def _roll(
     """Start each process again once the one before is back, the coordinator last. Raises LaunchError where
     one does not come back."""
     known = partial(incarnations, plan, url)
-    serves = partial(is_ready, url, plan.coordinator.tls_cert, plan.models)
+    serves = partial(is_ready, url, *plan.asked_for_ready)
     waiting = {worker.name: worker.coordinator for worker in plan.workers}  # by model
     for each in [*old[1:], old[0]]:
         name, role = each.name, roles.get(each.name, "coordinator")

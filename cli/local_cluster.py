@@ -9,14 +9,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, TextIO
-from urllib.parse import urlencode
+from typing import TextIO
 
-import httpx
 import yaml
 from pydantic import BaseModel
 
@@ -29,8 +27,8 @@ from ..deploy.supervisor import Supervisor
 from ..deploy.worker_forks import WorkerForks
 from ..engine.settings import WorkerSettings
 from ..transport.process.private_files import private, write_private
+from .cluster_state import is_ready, known_workers
 from .config import ENV_PREFIX, ConfigError, variable_of
-from .server_access import trust
 from .settings import ChatSettings
 from .up import Plan
 from .up_workers import shared
@@ -70,7 +68,7 @@ async def _run(plan: Plan, entry: str) -> int:
     forks = WorkerForks(entry, lambda text: log("up", f"{time.strftime('%H:%M:%S')} WARNING {text}"))
     supervisor = Supervisor(
         commands(plan, forks.start),
-        is_ready=lambda: is_ready(plan.url, plan.coordinator.tls_cert, plan.models),
+        is_ready=lambda: is_ready(plan.url, *plan.asked_for_ready),
         log=log,
         grace_s=plan.coordinator.shutdown_timeout_s + plan.up.grace_s,
         ready_timeout_s=plan.up.ready_timeout_s,
@@ -176,54 +174,6 @@ def _command(
     if fork is not None:
         return Command(name, arguments, env, fork, again)
     return Command(name, [sys.executable, "-m", "splitserve.cli.main", *arguments], env, start_anew, again)
-
-
-def _asking(url: str, certificate: Path | None) -> httpx.AsyncClient:
-    """For one question, asked ten times a second."""
-    return httpx.AsyncClient(timeout=5, trust_env=False, verify=trust(url, None, certificate))
-
-
-async def is_ready(url: str, certificate: Path | None = None, models: Sequence[str] = ()) -> bool:
-    """Has a request gone through prefill, handoff and decode? One of each of ``models``."""
-    pages = [f"{url}/ready?{urlencode({'model': model})}" for model in models] or [f"{url}/ready"]
-    try:
-        async with _asking(url, certificate) as client:
-            return all([(await client.get(page)).status_code == 200 for page in pages])
-    except httpx.HTTPError:
-        return False
-
-
-async def known_workers(plan: Plan) -> dict[str, int] | None:
-    """Process ids of the workers that the coordinator counts as alive; None where it does not answer."""
-    if (state := await _debug_state(plan, plan.url)) is None:
-        return None
-    return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in _workers(state)}
-
-
-def _workers(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return those of all models."""
-    models = [state, *state.get("models", {}).values()]
-    return [worker for model in models for worker in model["workers"]]
-
-
-async def incarnations(plan: Plan, url: str) -> dict[str, int]:
-    """Return the incarnation of each process that does not drain; empty: the coordinator does not answer."""
-    if (state := await _debug_state(plan, url)) is None:
-        return {}
-    workers = [worker for worker in _workers(state) if not worker["draining"]]
-    found = {worker["process"] or worker["worker_id"]: worker["incarnation"] for worker in workers}
-    return {**found, "coordinator": state["coordinator"]["incarnation"]}
-
-
-async def _debug_state(plan: Plan, url: str) -> dict[str, Any] | None:
-    """None: the coordinator does not answer, or refuses, or a file is just being replaced."""
-    try:
-        headers = {"authorization": f"Bearer {plan.admin_key}"}
-        async with _asking(url, plan.coordinator.tls_cert) as client:
-            response = await client.get(f"{url}/debug/state", headers=headers)
-            return response.json() if response.status_code == 200 else None
-    except (httpx.HTTPError, ConfigError, OSError, ValueError):
-        return None
 
 
 class LogLines:

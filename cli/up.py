@@ -61,6 +61,11 @@ class Plan:
         return [model.model_name for model in self.coordinator.each_model()]
 
     @property
+    def asked_for_ready(self) -> tuple[Path | None, list[str], int]:
+        """What ``is_ready`` takes beside the address."""
+        return self.coordinator.tls_cert, self.models, self.coordinator.processes
+
+    @property
     def summary(self) -> str:
         """What is started, as a sentence."""
         mixed = f", and {self.up.mixed} of both roles" if self.up.mixed else ""

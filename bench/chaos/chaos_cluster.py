@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psutil
 
-from ...cli.local_cluster import is_ready
+from ...cli.cluster_state import is_ready
 from ...cli.main import ENTRY
 from ...cli.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from ...cli.up import free_port

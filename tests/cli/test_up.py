@@ -13,8 +13,9 @@ from support.certificates import write_certificate
 from support.planned import planned
 
 from splitserve.cli import model_source, up
+from splitserve.cli.cluster_state import known_workers
 from splitserve.cli.config import ConfigError, Sources, load
-from splitserve.cli.local_cluster import commands, known_workers, prefixed_log
+from splitserve.cli.local_cluster import commands, prefixed_log
 from splitserve.cli.main import cli
 from splitserve.cli.settings import ServerSettings
 from splitserve.transport.process.private_files import write_private
