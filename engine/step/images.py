@@ -61,23 +61,17 @@ class StepFeatures:
 
     def _compute(self, image: Image) -> ImageFeatures:
         """Raises EngineError where memory is short, as smaller steps would not help."""
-        try:
-            return self._features(image)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            release_memory_of(error)
-        try:
-            return self._features(image)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            release_memory_of(error)
-            raise EngineError(
-                f"an image of {image.width} x {image.height} pixels does not fit into the worker's memory: "
-                "send it smaller, or give the worker a smaller KV cache (--kv-cache-gib, "
-                "--gpu-memory-utilization)"
-            ) from None
+        for _ in range(2):
+            try:
+                return self._features(image)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                release_memory_of(error)
+        raise EngineError(
+            f"an image of {image.width} x {image.height} pixels does not fit into the worker's memory: send "
+            "it smaller, or give the worker a smaller KV cache (--kv-cache-gib, --gpu-memory-utilization)"
+        )
 
     def _features(self, image: Image) -> ImageFeatures:
         assert self._tower is not None, "see ``of``"
