@@ -135,7 +135,7 @@ class Chunk:
         return self.sequence.token_ids[self.start : self.end]
 
     def images(self, row: int) -> Iterator[ImagePart]:
-        """The images of which it has tokens; ``row``: of its first token in the batch."""
+        """The images that it has tokens of; ``row``: where it begins in the batch."""
         for image in self.sequence.images:
             first, end = max(self.start, image.first), min(self.end, image.end)
             if first < end:

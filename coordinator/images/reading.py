@@ -46,7 +46,7 @@ def decoded(data: str) -> bytes:
 
 
 def opened(data: bytes) -> Picture:
-    """Return an image of which only the beginning has been read: its size is known.
+    """Return an image whose size is known; its pixels are still to be decoded.
 
     Raises ValueError with what is wrong, as the end of a sentence about the image.
     """

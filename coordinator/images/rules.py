@@ -21,7 +21,7 @@ MAX_RATIO = 200
 QWEN_PATCHES = {"qwen2_5_vl": 14, **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), 16)}
 """The pixels of a patch's side where config.json leaves them out, by family."""
 FIXED = {"do_resize": True, "resample": BICUBIC, "do_convert_rgb": True, "do_center_crop": False}
-"""Options of image processors of which no other value is built."""
+"""Options of image processors, each with the only value that is built."""
 
 
 class NoImages(NamedTuple):

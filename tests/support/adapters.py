@@ -25,7 +25,7 @@ def save_adapter(
 def save_adapters(model: PreTrainedModel, folder: Path, seeds: dict[str, int], **config: Any) -> PeftModel:
     """Write a folder in ``folder`` for each name of ``seeds``, as ``save_adapter`` does.
 
-    Return the model with all of them, of which ``set_adapter`` takes one."""
+    Return the model with all of them; ``set_adapter`` switches to one."""
     wrapped = model
     for name, seed in seeds.items():
         wrapped = _wrapped(wrapped, name, config)

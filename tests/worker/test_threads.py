@@ -62,7 +62,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """How a worker ends of which one thread makes a mistake, by the thread's name."""
+    """How a worker ends when one of its threads makes a mistake, by the thread's name."""
     folder = tmp_path_factory.mktemp("threads")
     generate_key(folder / "key")
     orders, logs = [], {name: folder / name for name in MISTAKEN}
