@@ -12,6 +12,7 @@ from .errors import ModelConfigError
 from .model.config import ModelConfig
 from .model.prediction_config import with_prediction
 from .settings import WorkerSettings
+from .vision.config import VisionConfig
 
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 GPU_GROUP = 16  # inputs: groups that share a scale are multiples of it
@@ -28,6 +29,7 @@ class EngineConfig:
     max_decode_seqs: int = 0  # on GPUs: ``warm_up`` captures decode steps of up to this many as graphs
     max_prefill_tokens: int = 0  # on GPUs: the largest prefill step, which ``warm_up`` tries
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
+    computes_images: bool = True  # those in prompts; decode workers have no vision tower
 
 
 def model_config(settings: WorkerSettings) -> ModelConfig:
@@ -86,6 +88,7 @@ def gpu_room_of(
     device: torch.device,
     dtype: torch.dtype,
     used: int,
+    tower: VisionConfig | None,
     loaded: bool = True,
 ) -> int:
     """Bytes for a KV cache on this GPU, where the worker has taken ``used`` bytes so far; not ``loaded``:
@@ -99,6 +102,8 @@ def gpu_room_of(
         num_seqs=max(engine.max_decode_seqs, 1),
         itemsize=dtype.itemsize,
     )
+    if tower is not None:  # it runs before the step's layers
+        step = max(step, tower.step_bytes(dtype.itemsize))
     free = free if loaded else free - used
     return gpu_room(
         total=total, free=free, used=used, step=step, utilization=engine.settings.gpu_memory_utilization

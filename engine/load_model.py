@@ -52,7 +52,8 @@ def load_model(
 ) -> WorkerModel:
     """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``:
     what a decode worker's batch holds at most; ``prefill_tokens``: what a prefill worker's does on a device
-    of this type; ``max_step_seqs``: sequences of any step. Raises EngineError with what to do."""
+    of this type; None: it computes no prompts, and no images; ``max_step_seqs``: sequences of any step.
+    Raises EngineError with what to do."""
     if settings.runner != "model":
         model = paced_model(settings, allocate)
     else:
@@ -76,6 +77,7 @@ def _computing_model(
             max_decode_seqs,
             prefill_tokens(device_type) if prefill_tokens else 0,
             None if on_gpu else allocate,
+            computes_images=prefill_tokens is not None,
         )
     )
     runner.warm_up()
@@ -119,7 +121,7 @@ def _computing_model(
         launch=runner.launch if on_gpu else None,
         ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),
         start_phases=loaded.phases.seconds,
-        takes_images=loaded.vision is not None,
+        takes_images=loaded.takes_images,
         adapters=ResidentAdapters(runner.ranks) if loaded.adapters is not None else None,
     )
 
@@ -185,7 +187,7 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
             "fp8, int8 or int4, or start fewer workers here"
         )
     if device.type == "cuda":
-        room = gpu_room_of(engine, config, device, dtype, used=weights // ranks, loaded=False)
+        room = gpu_room_of(engine, config, device, dtype, weights // ranks, tower, loaded=False)
         room *= min(ranks, config.num_kv_heads)  # a head may be on several GPUs
     else:
         room = host_room(

@@ -53,13 +53,14 @@ TORCH_SPLITS = 1 << 20  # elements that torch sums on several threads
 
 class LoadedModel:
     """``max_model_len``: what the KV cache holds at most; ``kv_name``, ``revision``, ``numerics``: see
-    ``ModelIdentity``; ``phases``: how long each part of the start took.
+    ``ModelIdentity``; ``phases``: how long each part of the start took; ``takes_images``: prompts may have
+    some, which another worker may have computed.
 
     ``layout``: of a whole block. On a CPU all ranks write to the one pool of such blocks; on GPUs each has a
     pool of its own heads. ``pool``: what this rank computes with."""
 
     adapters: RankAdapters | None = None
-    vision: VisionTower | None = None  # None: prompts have no images
+    vision: VisionTower | None = None  # None: no images are computed here
 
     def __init__(self, engine: EngineConfig, rank: Rank = ALONE, first: LoadedModel | None = None) -> None:
         """``first``: of rank 0, for the others. Raises EngineError with what to do."""
@@ -70,6 +71,7 @@ class LoadedModel:
         check_formats(settings, config, self.device)
         check_split(config, rank.size, settings.exact)
         self._tower: VisionConfig | None = tower_of(settings.model) if first is None else first._tower
+        self.takes_images = self._tower is not None
         self._model_len = max_model_len(settings.max_model_len, config)
         self.config = config.for_length(self._model_len)
         self.own_heads = rank.kv_heads(config.num_kv_heads)
@@ -166,7 +168,8 @@ class LoadedModel:
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
             weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0
-            weights += self._tower.num_bytes(self.dtype.itemsize) if on_cpu and self._tower is not None else 0
+            tower = self._tower if self._engine.computes_images else None
+            weights += tower.num_bytes(self.dtype.itemsize) if on_cpu and tower is not None else 0
             if self.rank.number == 0:
                 with self._claims.turn():
                     self._claims.claim(weights)
@@ -186,7 +189,7 @@ class LoadedModel:
             )
             most, fp8_cache = min(model_len, max(longest, 1)), settings.kv_dtype == "fp8"
             self.decoder = loaded_on(self.device, lambda: DecoderModel(self.config, load, most, fp8_cache))
-            if (tower := self._tower) is not None:
+            if tower is not None:
                 self.vision = loaded_on(self.device, lambda: VisionTower(tower, load))
         return layout, weights
 
@@ -232,7 +235,8 @@ class LoadedModel:
                 torch.cuda.empty_cache()  # what loading has left over
                 used = torch.cuda.memory_reserved(self.device)
                 config = of_rank(self.config, self.rank)
-                room = gpu_room_of(engine, config, self.device, self.dtype, used)
+                tower = None if self.vision is None else self._tower
+                room = gpu_room_of(engine, config, self.device, self.dtype, used, tower)
             else:
                 room = host_room(
                     free=free_host_bytes(),

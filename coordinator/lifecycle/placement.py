@@ -93,6 +93,8 @@ class Placement:
         def place(request: Request) -> Tried:
             begun = self._dispatch(request, now)
             actions.extend(begun)
+            if not begun and request.images and pools.without_images:
+                return "aside"  # workers with room may take none
             return "placed" if begun else self._aside(request, now) if request.adapter else "waits"
 
         self._begin_pass()
@@ -248,6 +250,7 @@ class Placement:
             and num_tokens <= decode.room
             and request.max_tokens <= decode.max_model_len
             and len(self._overtaking.usable((prefill, decode), request)) == 2
+            and (prefill.hello.takes_images or not request.images)
         ]
         if suspicion.suspects:
             allowed = [suspicion.allowed(request, list(role)) for role in zip(*pairs, strict=True)]

@@ -80,7 +80,7 @@ class ModelRunner:
                     record,
                     self.loaded.adapters is not None,
                     self.loaded.layout.state_blocks,
-                    self.loaded.vision is not None and bool(self.config.ropes[0].axes),
+                    self.loaded.takes_images and bool(self.config.ropes[0].axes),
                 )
                 self.phases.done("decode graphs")
             whole = self._next_drafts is not None  # a prefill graph leaves no hidden states of all its rows

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...transport.messages.images import MAX_PIXEL_BYTES
 from ..errors import ModelConfigError, WeightsError
 from ..model.config_values import read_json
 from ..model.families import FAMILIES, architecture_of
 from ..model.weight_headers import StoredTensor, stored_tensors
 from .families import TOWERS, Tower, TowerNames
+from .pixel_rules import CHANNELS
 
 PLAIN = ("F32", "BF16", "F16")
+COPIES = 12  # measured on a CPU: 10 to 12 beside the MLP of ROWS_AT_ONCE rows
 _log = logging.getLogger(__name__)
 Shape = tuple[int, ...]
 
@@ -40,6 +43,14 @@ class VisionConfig:
         """Return the size of all weights, at ``itemsize`` bytes a number."""
         return itemsize * sum(map(math.prod, self.expected_tensors().values()))
 
+    def step_bytes(self, itemsize: int) -> int:
+        """About what the largest image takes while it is computed, beside the weights: COPIES tensors of a
+        row for each patch."""
+        t = self.tower
+        num_patches = MAX_PIXEL_BYTES // CHANNELS // t.patch_size**2
+        widest = max(t.hidden_size, CHANNELS * t.num_frames * t.patch_size**2)
+        return COPIES * num_patches * widest * itemsize
+
     def num_rows(self, height: int, width: int) -> int:
         """Rows of embeddings of an image. Raises ValueError where its sides do not fit."""
         side = self.tower.patch_size * self.tower.merge_size
@@ -52,7 +63,7 @@ class VisionConfig:
 
     def _expected(self) -> Iterator[tuple[str, Shape]]:
         n, t = self.names, self.tower
-        patch = (3, *((t.num_frames,) if n.has_frames else ()), t.patch_size, t.patch_size)
+        patch = (CHANNELS, *((t.num_frames,) if n.has_frames else ()), t.patch_size, t.patch_size)
         yield f"{self.prefix}{n.patches}.weight", (t.hidden_size, *patch)
         if n.patch_bias:
             yield f"{self.prefix}{n.patches}.bias", (t.hidden_size,)

@@ -9,6 +9,7 @@ from support.lifecycle_bench import Bench, ends, sent
 from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.transport.messages.coordinator import Move, Prefill
 from splitserve.transport.messages.images import Image
+from splitserve.transport.messages.messages import Goodbye
 
 IMAGE = Image(first=1, num_tokens=4, height=2, width=2, pixels=bytes(12), name=bytes(16), num_positions=2)
 ASKED = {"prompt_token_ids": [5, *range(1 << 30, (1 << 30) + 4), 6], "images": (IMAGE,)}
@@ -60,3 +61,16 @@ def test_a_sequence_moves_to_no_worker_that_takes_no_images() -> None:
     bench.hello("d2", "decode")
     (move,) = sent(bench.load("d", [1], draining=True), Move)
     assert (move.decode.worker_id, move.spec.rope_shift) == ("d2", -2)
+
+
+def test_an_attempt_is_not_lent_to_an_older_worker_and_lets_others_pass() -> None:
+    bench = ImageBench(dead_after_s=99.0)
+    bench.submit("r", **ASKED)
+    for role in ("decode", "prefill"):
+        more = {"process": "old", "mixed": True, "home": "decode", "takes_images": False}
+        bench.hello(f"old:{role}", role, **more)
+    actions = [*bench.send("p", Goodbye(worker_id="p", incarnation=1))]
+    actions += bench.send("d", Goodbye(worker_id="d", incarnation=1))
+    assert not sent(actions, Prefill)
+    (plain,) = sent(bench.submit("s"), Prefill)
+    assert plain.decode.worker_id == "old:decode", "without images it is lent, past the one that waits"

@@ -56,6 +56,7 @@ def millions(config: VisionConfig, beginning: str = "") -> float:
 def test_qwen_2_5_vl_7b(tmp_path: Path) -> None:
     text = {**TEXT, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     found = published(tmp_path, "Qwen2_5_VLForConditionalGeneration", QWEN_2_5, None, **text)
+    assert 3e9 < found.step_bytes(2) < 4e9
     assert found.expected_tensors()["visual.merger.mlp.2.weight"] == (3584, 5120)
     assert found.expected_tensors()["visual.patch_embed.proj.weight"] == (1280, 3, 2, 14, 14)
     assert millions(found) == pytest.approx(676.55, abs=0.01)
