@@ -90,7 +90,11 @@ class PacedRunner:
             token_ids,
             logprobs,
             {row: [TokenLogprobs(0.0)] * len(batch.next_prompt_ids[row]) for row in asked},
-            {row: np.ones(self._hidden_size, np.float32) for row, wants in enumerate(batch.embeds) if wants},
+            {
+                row: np.ones(len(wanted) or self._hidden_size, np.float32)
+                for row, wanted in enumerate(batch.embeds)
+                if wanted is not None
+            },
         )
 
     def _token(self, state: SamplingState, position: int) -> int:

@@ -149,9 +149,9 @@ class Chunk:
         return self.sequence.state if self.is_last and not self.sequence.scores_only else None
 
     @property
-    def embeds(self) -> bool:
-        """The hidden state of its last token is wanted."""
-        return self.sequence.spec.embeds and self.is_last
+    def embeds(self) -> Sequence[int] | None:
+        """See ``Batch.embeds``."""
+        return self.sequence.spec.logits_of if self.sequence.spec.embeds and self.is_last else None
 
     @property
     def next_id(self) -> int:

@@ -52,10 +52,10 @@ class Choice:
     """
 
     __slots__ = (
-        "_around", "_checked", "_detokenizer", "_embedding", "_entries", "_exchange", "_form", "_hidden",
-        "_itl", "_logprob_sum", "_num_chars", "_num_shown", "_of_prompt", "_opened", "_parts", "_plain",
-        "_plan", "_showed_prompt", "_step", "_stops", "_token_ids", "_write", "ended", "first_token_at",
-        "index", "last_write", "num_tokens", "prompt", "request_id", "timed_out",
+        "_around", "_checked", "_detokenizer", "_entries", "_exchange", "_form", "_hidden",
+        "_itl", "_logprob_sum", "_num_chars", "_num_shown", "_of_prompt", "_of_vector", "_opened", "_parts",
+        "_plain", "_plan", "_showed_prompt", "_step", "_stops", "_token_ids", "_write", "ended",
+        "first_token_at", "index", "last_write", "num_tokens", "prompt", "request_id", "timed_out",
     )  # fmt: skip
 
     def __init__(self, exchange: Exchange, index: int, prompt: Prompt, request_id: str) -> None:
@@ -89,7 +89,7 @@ class Choice:
             plan.num_logprobs is not None or plan.return_token_ids or plan.usage_on_every_chunk or plan.padded
         )
         self._of_prompt: asyncio.Future[orjson.Fragment] | None = None
-        self._embedding: orjson.Fragment | None = None
+        self._of_vector: orjson.Fragment | float | None = None
         self._logprob_sum = 0.0
         self._opened = False
         self.last_write = 0.0  # monotonic seconds
@@ -136,7 +136,7 @@ class Choice:
             self._of_prompt.add_done_callback(lambda _: self.end(ended))
             return
         if ended.embedding:
-            self._embedding = self._form.of_embedding(ended.embedding)
+            self._of_vector = self._form.of_vector(ended.embedding)
         self.ended = ended
         self._exchange.choice_ended(self, ended)
 
@@ -170,7 +170,7 @@ class Choice:
             reason,
             more=self._more(),
             of_prompt=None if self._of_prompt is None else self._of_prompt.result(),
-            embedding=self._embedding,
+            of_vector=self._of_vector,
         )
 
     def _push_checked(self, token_id: int, logprobs: TokenLogprobs | None) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import ContextTooLong, InvalidRequest, WrongField
 from ..text.served_model import ServedModel
 from .bodies.completion import CompletionRequest
 from .bodies.embedding import EmbeddingRequest, Encoding
+from .bodies.rerank import ScoringFields
 from .prompts import encode
 
 SAME = (
@@ -25,23 +26,26 @@ class EmbeddingForm(NamedTuple):
     encoding: Encoding
     dimensions: int | None  # that are kept; None: all
     num_bytes: int  # of one vector in the answer, at most
+    endpoint: Literal["/v1/embeddings"] = "/v1/embeddings"
+    logits_of: tuple[int, ...] = ()
 
 
-def form_of(request: EmbeddingRequest, model: ServedModel) -> EmbeddingForm:
-    """Raises InvalidRequest where the model has no such embeddings."""
+def embedding_form(request: EmbeddingRequest, model: ServedModel) -> tuple[EmbeddingForm, CompletionRequest]:
+    """Return the form, and the completion of the prompts as token ids, checked against the model. Raises
+    InvalidRequest where the model has no such embeddings."""
     rules = model.embeddings
     if rules.refusal:
         raise InvalidRequest(f"The model {model.name!r} has no embeddings here: {rules.refusal}.")
     if request.dimensions is not None and 0 < rules.size < request.dimensions:
         raise WrongField("dimensions", f"is {request.dimensions}; the model's vectors have {rules.size}")
     size = request.dimensions or rules.size
-    return EmbeddingForm(request.encoding_format or "float", request.dimensions, VALUE_BYTES * size)
+    form = EmbeddingForm(request.encoding_format or "float", request.dimensions, VALUE_BYTES * size)
+    return form, completion_of(request, _token_ids(request, model))
 
 
-def completion_of(request: EmbeddingRequest, model: ServedModel) -> CompletionRequest:
-    """Return the completion of its prompts as token ids, checked against the model. Raises InvalidRequest."""
+def completion_of(request: EmbeddingRequest | ScoringFields, prompts: list[list[int]]) -> CompletionRequest:
+    """Return the completion of these prompts, with the fields of both and no new token."""
     fields = {name: getattr(request, name) for name in SAME if name in request.model_fields_set}
-    prompts = _token_ids(request, model)
     return CompletionRequest.model_construct(prompt=prompts, max_tokens=0, on_timeout="error", **fields)
 
 

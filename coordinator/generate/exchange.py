@@ -25,9 +25,10 @@ from ..tenants.limits import salt_of
 from ..tenants.tenancy import Admission
 from .accounting import Accounting
 from .choice import Choice, best_of
-from .formats import COMMENT, DONE, STREAM_HEADERS, Silence, error_event, format_of
+from .formats import COMMENT, DONE, STREAM_HEADERS, Silence, error_event
 from .parsed_choice import ParsedChoice
 from .plan import MANY_CHOICES, RequestPlan
+from .prompt_formats import format_of
 from .resumption import IdempotencyKey, resumable_stream
 
 MAX_PER_TURN = 64
@@ -128,7 +129,8 @@ class HttpExchange:
             salt=salt_of(account.salt, plan.cache_salt),
             session=plan.session,
             prompt_logprobs=plan.most_prompt_logprobs,
-            embeds=plan.embedding is not None,
+            embeds=plan.prompt_form is not None,
+            logits_of=() if plan.prompt_form is None else plan.prompt_form.logits_of,
             traceparent=self._trace.traceparent if self._trace is not None else "",
         )
         return request if self._key is None else self._key.applied(request, number, plan.seed)

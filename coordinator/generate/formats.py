@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import time
@@ -75,7 +74,7 @@ class ChoiceResult:
     reasoning: str | None = None
     more: dict[str, Any] | None = None  # further fields of the choice
     of_prompt: orjson.Fragment | None = None  # log probabilities of the prompt's tokens
-    embedding: orjson.Fragment | None = None  # of the prompt, as the client wants it
+    of_vector: orjson.Fragment | float | None = None  # an embedding, or a score
 
 
 class CompletionFormat:
@@ -87,7 +86,7 @@ class CompletionFormat:
     def __init__(self, plan: RequestPlan, id: str, model: ServedModel) -> None:
         self._id, self._model_name = id, plan.model
         self._created = int(time())
-        self._table, self._rules = model.tokenizer.table, model.embeddings
+        self._model, self._table = model, model.tokenizer.table
         self._plan = plan
 
     def opening(self, index: int, usage: Usage | None) -> bytes:
@@ -123,14 +122,9 @@ class CompletionFormat:
         found = (prompt_logprob(token_id, first(each, most), self._table) for token_id, each in after)
         return orjson.Fragment(orjson.dumps([None, *found]))
 
-    def of_embedding(self, state: bytes) -> orjson.Fragment:
-        """Return a hidden state's embedding in the form that is asked for. Raises ValueError."""
-        assert self._plan.embedding is not None, "it was asked for"
-        encoding, dimensions, _ = self._plan.embedding
-        vector: Any = self._rules.vector(state, dimensions)
-        if encoding == "base64":
-            vector = b64encode(vector.tobytes()).decode()
-        return orjson.Fragment(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
+    def of_vector(self, numbers: bytes) -> orjson.Fragment | float:
+        """Return what is answered of a prompt's hidden state, or of logits. Raises ValueError."""
+        raise NotImplementedError(self._plan.endpoint)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """Return the chunk after the last choice's last one."""
@@ -238,26 +232,6 @@ class ChatFormat(CompletionFormat):
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
         return chat_logprobs(entries, self._table, self._plan.tokens_as_ids)
-
-
-class EmbeddingFormat(CompletionFormat):
-    """/v1/embeddings."""
-
-    def response(self, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
-        """See ``CompletionFormat``."""
-        data = [{"object": "embedding", "index": c.index, "embedding": c.embedding} for c in choices]
-        kept = ("prompt_tokens", "total_tokens", "prompt_tokens_details", "splitserve")
-        counts = {name: usage[name] for name in kept}
-        answer = {"object": "list", "data": data, "model": self._model_name, "usage": counts}
-        if self._plan.service_tier is not None:
-            answer["service_tier"] = self._plan.service_tier
-        return orjson.dumps(answer)
-
-
-def format_of(plan: RequestPlan, id: str, model: ServedModel) -> CompletionFormat:
-    """Return the format of the plan's endpoint, for the response with this id."""
-    kinds = {"/v1/chat/completions": ChatFormat, "/v1/embeddings": EmbeddingFormat}
-    return kinds.get(plan.endpoint, CompletionFormat)(plan, id, model)
 
 
 def error_event(body: bytes) -> bytes:

@@ -22,14 +22,13 @@ from ..text.served_model import ServedModel
 from ..validation import validated
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
-from .bodies.embedding import EmbeddingRequest
 from .bodies.fields import MAX_UNKNOWN
 from .bodies.sampling import OnTimeout, ServiceTier
 from .chat_reading import ChatReading
-from .embedding_prompts import EmbeddingForm, completion_of, form_of
 from .grammar import GrammarCheck, grammar_for, with_rules
 from .prompts import GenerateRequest, Prompt, is_long, num_choices, prompts_of
 from .request_sampling import sampling_of, seed_of
+from .rerank_prompts import PROMPT_BODIES, PromptForm, PromptRequest, prompt_form
 
 if TYPE_CHECKING:  # else the reader's process would import the HTTP server
     from ..http.call import Endpoint
@@ -48,7 +47,7 @@ CLASS_TIERS: dict[PriorityClass, ServiceTier] = {
 """The tier that an answer names."""
 MAX_READ = 256  # prompts; a quarter of the queue that the coordinator has by default
 NO_HEAD = "The model {!r} has no head (lm_head), and serves nothing but /v1/embeddings."
-AskedRequest = GenerateRequest | EmbeddingRequest
+AskedRequest = GenerateRequest | PromptRequest
 _RANKS: dict[PriorityClass, int] = {"premium": 0, "standard": 1, "free": 2, "batch": 3}
 
 
@@ -92,7 +91,7 @@ class RequestPlan(NamedTuple):
     session: str  # requests of one session prefer the same workers
     unknown_fields: Sequence[str]
     adapter: str = ""  # the content that ``model`` stands for, once the request is opened
-    embedding: EmbeddingForm | None = None  # None: tokens are wanted
+    prompt_form: PromptForm | None = None  # None: tokens are wanted
 
     @property
     def adapter_name(self) -> str:
@@ -111,14 +110,15 @@ class RequestPlan(NamedTuple):
 
     @property
     def num_prompt_bytes(self) -> int:
-        """Return the memory of all prompts together, with that of their embeddings."""
-        more = 0 if self.embedding is None else self.embedding.num_bytes * len(self.prompts)
+        """Return the memory of all prompts together, and of the vectors in their answer."""
+        more = 0 if self.prompt_form is None else self.prompt_form.num_bytes * len(self.prompts)
         return sum([prompt.num_bytes for prompt in self.prompts]) + more
 
     @property
     def max_running(self) -> int:
         """Sequences that wait or run at a time; a part of those to embed or to score, which are many."""
-        return self.num_choices if self.embedding is None and self.most_prompt_logprobs is None else MAX_READ
+        generates = self.prompt_form is None and self.most_prompt_logprobs is None
+        return self.num_choices if generates else MAX_READ
 
     @property
     def max_tokens(self) -> int:
@@ -145,9 +145,8 @@ def _echoed(chat: ChatCompletionRequest) -> str:
 
 def parse(endpoint: Endpoint, body: bytes | bytearray) -> AskedRequest:
     """Validate a body. Raises InvalidRequest."""
-    if endpoint == "/v1/embeddings":
-        return validated(EmbeddingRequest, body)
-    return parse_generating(endpoint, body)
+    kind = PROMPT_BODIES.get(endpoint)
+    return parse_generating(endpoint, body) if kind is None else validated(kind, body)
 
 
 def parse_generating(endpoint: Endpoint, body: bytes | bytearray) -> GenerateRequest:
@@ -180,7 +179,7 @@ class Planner:
 
     def is_quick(self, request: AskedRequest) -> bool:
         """Whether the event loop may plan and open the request itself, in about 0.1 ms."""
-        if isinstance(request, EmbeddingRequest):
+        if isinstance(request, PromptRequest):
             request = CompletionRequest.model_construct(prompt=request.input)
         return not is_long(request) and not request.has_grammar and num_choices(request) <= MANY_CHOICES
 
@@ -195,11 +194,11 @@ class Planner:
 
         Raises InvalidRequest if the request does not fit the model or the server's limits.
         """
-        if isinstance(request, EmbeddingRequest):
-            form = form_of(request, self.model)
-            plan = self._plan_tokens(completion_of(request, self.model), headers, own_class)
+        if isinstance(request, PromptRequest):
+            form, completion = prompt_form(request, self.model)
+            plan = self._plan_tokens(completion, headers, own_class)
             unknown = [name[:64] for name in request.unknown_fields()[:MAX_UNKNOWN]]
-            return plan._replace(endpoint="/v1/embeddings", embedding=form, unknown_fields=unknown)
+            return plan._replace(endpoint=form.endpoint, prompt_form=form, unknown_fields=unknown)
         if self.model.embeddings.alone:
             raise InvalidRequest(NO_HEAD.format(self.model.name))
         return self._plan_tokens(request, headers, own_class)

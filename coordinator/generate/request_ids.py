@@ -15,7 +15,7 @@ HEADER = b"x-request-id"
 CLIENT_ID = re.compile(r"[A-Za-z0-9_.:+/=@-]{1,128}")
 STEMS: dict[Endpoint, str] = {
     "/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl", "/invocations": "inv",
-    "/v1/embeddings": "embd",
+    "/v1/embeddings": "embd", "/v1/rerank": "rerank", "/v1/score": "score",
 }  # fmt: skip
 """How ids begin."""
 

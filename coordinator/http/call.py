@@ -22,7 +22,9 @@ from .body import check_headers, check_is_json
 from .limits import HttpLimits
 from .overload import Overload
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/invocations"]
+Endpoint = Literal[
+    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/v1/score", "/invocations"
+]  # fmt: skip
 """/invocations is SageMaker's: its body decides which of the first two it is."""
 JSON = (b"content-type", b"application/json")
 

@@ -29,6 +29,8 @@ ENDPOINTS: Final[dict[bytes, Endpoint]] = {
     b"/v1/completions": "/v1/completions",
     b"/v1/chat/completions": "/v1/chat/completions",
     b"/v1/embeddings": "/v1/embeddings",
+    **dict.fromkeys((b"/v1/rerank", b"/v2/rerank", b"/rerank"), "/v1/rerank"),
+    **dict.fromkeys((b"/v1/score", b"/score"), "/v1/score"),
     b"/invocations": "/invocations",
 }
 

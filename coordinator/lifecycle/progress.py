@@ -19,7 +19,7 @@ from .state_machine import RequestStateMachine
 from .worker import WorkerRecord
 
 MilestoneMessage = FirstToken | Joined | RequestFailed
-NO_EMBEDDING = "prefill worker {} computes no embeddings: it is of an older release, and is to be upgraded"
+NO_EMBEDDING = "prefill worker {} computes no {}: it is of an older release, and is to be upgraded"
 
 
 class Progress:
@@ -97,8 +97,10 @@ class Progress:
             request.needs_prompt_logprobs = False
             actions.append(PushPromptLogprobs(request, message.prompt_logprobs))
             actions += self._push_held_back(request, now)
-        if request.embeds and not message.embedding:
-            return self._machine.fail(request, "unavailable", NO_EMBEDDING.format(worker.id[0]), now)
+        size, whole = len(message.embedding), 4 * len(request.logits_of)
+        if request.embeds and (size != whole if whole else not size):
+            missing = NO_EMBEDDING.format(worker.id[0], "logits" if whole else "embeddings")
+            return self._machine.fail(request, "unavailable", missing, now)
         request.embedding = message.embedding
         if message.token is None:
             actions += self._machine.finish(request, "length", 0.0, now)

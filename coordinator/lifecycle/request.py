@@ -117,6 +117,7 @@ class Request:
     session: str = ""  # requests of one session prefer the same workers
     prompt_logprobs: int | None = None
     embeds: bool = False  # its prompt's embedding is wanted, and no token (``max_tokens`` 0)
+    logits_of: tuple[int, ...] = ()  # in place of the embedding: the last token's logits of these tokens
     tenant: str = ""  # fair shares are counted by tenant
     priority_class: PriorityClass = "standard"
     traceparent: str = ""  # of its span; empty: it leaves no trace
@@ -240,6 +241,7 @@ class Request:
             answer_id=self.answer_id,
             adapter=self.adapter,
             embeds=self.embeds,
+            logits_of=self.logits_of,
             rope_shift=rope_shift(self.images),
         )
 

@@ -18,6 +18,8 @@ from ..dialects.responses_body import CountInputRequest, ResponsesRequest
 from ..generate.bodies.chat import ChatCompletionRequest
 from ..generate.bodies.completion import CompletionRequest
 from ..generate.bodies.embedding import EmbeddingRequest
+from ..generate.bodies.rerank import RerankRequest, ScoreRequest
+from ..generate.rerank_prompts import PROMPT_BODIES
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest
 from .openapi_answers import (
     BATCH_SCHEMAS,
@@ -55,6 +57,8 @@ POSTS: dict[str, tuple[type[BaseModel], str, str]] = {  # body, answer, text
         "Answer a conversation; with `stream` true as server-sent events: ChatCompletionChunk, then [DONE].",
     ),
     "/v1/embeddings": (EmbeddingRequest, "Embeddings", "The vectors of one or several texts."),
+    "/v1/rerank": (RerankRequest, "Ranking", "Documents by their scores for a query, the best first."),
+    "/v1/score": (ScoreRequest, "Scores", "Scores of texts for others."),
     "/v1/responses": (
         ResponsesRequest,
         "Response",
@@ -204,7 +208,7 @@ def _invocations() -> dict[str, Any]:
 
 def _post(path: str, kind: type[BaseModel], answer: str, text: str) -> dict[str, Any]:
     generates = path.startswith("/v1/") and "tokenize" not in path
-    streams = generates and path != "/v1/embeddings"
+    streams = generates and path not in PROMPT_BODIES
     good: dict[str, Any] = {**content(answer), **({EVENTS: {}} if streams else {})}
     errors = OF_GENERATION if generates else OF_BODIES
     shape = "MessagesError" if path.startswith("/v1/messages") else "Error"

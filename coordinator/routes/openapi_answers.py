@@ -186,7 +186,16 @@ def _chunk(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
     return _answer(kind, array(item), {}, {"usage": or_null(_USAGE), "obfuscation": STRING})
 
 
-_OBJECT = {"type": "object"}
+def _of_prompts(**fields: dict[str, Any]) -> dict[str, Any]:
+    """An answer without tokens."""
+    more = {"prompt_tokens_details": record(cached_tokens=COUNT), "splitserve": _OBJECT}
+    usage = record(more, prompt_tokens=COUNT, total_tokens=COUNT)
+    return record({"service_tier": _TIER}, **fields, model=STRING, usage=usage)
+
+
+_LIST = {"id": STRING, "object": {"const": "list"}, "created": INTEGER}
+_OBJECT, _SCORE = {"type": "object"}, {"type": "number"}
+_RESULT = record({"document": record(text=STRING)}, index=COUNT, relevance_score=_SCORE)
 _VECTOR = {"anyOf": [array({"type": "number"}, minItems=1), {**STRING, "contentEncoding": "base64"}]}
 _MODEL = record(
     id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=COUNT, root=STRING,
@@ -200,16 +209,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "CompletionChunk": _chunk("text_completion", _TEXT),
     "ChatCompletion": _whole("chat.completion", {"message": _MESSAGE, **_CHAT}),
     "ChatCompletionChunk": _chunk("chat.completion.chunk", {"delta": _DELTA, **_CHAT}),
-    "Embeddings": record(
-        {"service_tier": _TIER},
+    "Embeddings": _of_prompts(
         object={"const": "list"},
         data=array(record(object={"const": "embedding"}, index=COUNT, embedding=_VECTOR), minItems=1),
-        model=STRING,
-        usage=record(
-            {"prompt_tokens_details": record(cached_tokens=COUNT), "splitserve": {"type": "object"}},
-            prompt_tokens=COUNT,
-            total_tokens=COUNT,
-        ),
+    ),
+    "Ranking": _of_prompts(id=STRING, results=array(_RESULT)),
+    "Scores": _of_prompts(
+        **_LIST, data=array(record(index=COUNT, object={"const": "score"}, score=_SCORE), minItems=1)
     ),
     "Response": record(
         id=STRING,

@@ -42,11 +42,13 @@ class EmbeddingRules:
     @classmethod
     def load(cls, folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> EmbeddingRules:
         """Read a checkpoint folder, whose config.json is given. Raises ValueError."""
-        modules = _modules(folder)
-        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+        modules = modules_of(folder)
+        kinds = [kind_of(module) for module in modules]
         refusal, longest = "", None
         if others := sorted({*kinds} - {"Transformer", "Pooling", "Normalize"}):
             refusal = f"its {MODULES} has a module {others[0]!r}, which is not built"
+        if "LogitScore" in kinds:
+            refusal = "it is a reranker: use /v1/rerank"
         for module, kind in zip(modules, kinds, strict=True):
             if kind == "Pooling" and (pooling := _pooling(folder, str(module.get("path", "")))) != LAST_TOKEN:
                 refusal = (
@@ -87,7 +89,7 @@ class EmbeddingRules:
         return [*token_ids, *([self.end] if missing and self.end is not None else [])]
 
 
-def _modules(folder: Path) -> list[dict[str, Any]]:
+def modules_of(folder: Path) -> list[dict[str, Any]]:
     """Return the modules of sentence-transformers; none where there is no such file. Raises ValueError."""
     path = folder / MODULES
     if not path.is_file():
@@ -99,6 +101,11 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ValueError(f"{path} must hold a JSON array of objects")
     return modules
+
+
+def kind_of(module: dict[str, Any]) -> str:
+    """Return the name of a module's class."""
+    return str(module.get("type", "")).rpartition(".")[2]
 
 
 def _has_head(folder: Path) -> bool:
@@ -118,13 +125,13 @@ def _has_head(folder: Path) -> bool:
 def _text_rules(folder: Path, path: str) -> tuple[int | None, bool]:
     """Return (tokens of the longest text, whether texts are written in lower case) of the transformer in
     ``path``. Raises ValueError."""
-    found = read_json((_beside(folder, path) if path else folder) / TEXTS)
+    found = read_json((beside(folder, path) if path else folder) / TEXTS)
     if (longest := found.get("max_seq_length")) is not None and (type(longest) is not int or longest < 1):
         raise ValueError(f"{folder / TEXTS}: max_seq_length must be a whole number above 0, not {longest!r}")
     return longest, found.get("do_lower_case") is True
 
 
-def _beside(folder: Path, path: str) -> Path:
+def beside(folder: Path, path: str) -> Path:
     """Return the folder of a module. Raises ValueError."""
     parts = Path(path).parts
     if len(parts) != 1 or parts[0] in ("/", ".."):
@@ -134,7 +141,7 @@ def _beside(folder: Path, path: str) -> Path:
 
 def _pooling(folder: Path, path: str) -> str:
     """Return the name of the pooling in ``path``'s config.json; several are joined. Raises ValueError."""
-    config = read_json(_beside(folder, path) / "config.json")
+    config = read_json(beside(folder, path) / "config.json")
     if isinstance(named := config.get("pooling_mode"), str):
         return named
     stem = "pooling_mode_"

@@ -17,6 +17,7 @@ from ..images.rules import ImageRules, NoImages, image_rules
 from ..lifecycle.adapters import AdapterNames
 from .chat_template import ChatTemplate
 from .embeddings import EmbeddingRules
+from .reranking import RerankRules
 from .tokenizer import Tokenizer, read_json
 
 MAX_LISTED = 16  # names in an error
@@ -63,6 +64,7 @@ class ServedModel:
     """The checkpoint's ``model_type``."""
     aliases: tuple[str, ...] = ()
     embeddings: EmbeddingRules = field(default_factory=EmbeddingRules)
+    rerank: RerankRules = field(default_factory=RerankRules)
     images: ImageRules | NoImages = field(default_factory=NoImages)
     created: int = field(default_factory=lambda: int(time.time()))
     workers_hold: Callable[[], int] = lambda: 0
@@ -135,6 +137,7 @@ class ServedModel:
                 longest=max_model_len or longest,
                 vocab_size=vocab_size or len(tokenizer.table.pieces),
                 embeddings=EmbeddingRules.load(folder, config, tokenizer),
+                rerank=RerankRules.load(folder, template.source if template is not None else "", vocab_size),
                 images=image_rules(
                     whole,
                     read_json(folder / "preprocessor_config.json"),

@@ -121,7 +121,8 @@ class Batch:
     fed_from        int32 [num_tokens] or None    for a step made while the last one ran: the row of that one
                                                   whose sampled token is the input; -1: in ``token_ids``
     adapters        one entry a sequence, or ()   see ``SamplingState.adapter``; (): none has one
-    embeds          one entry a sequence, or ()   whether the hidden state of its last token is wanted
+    embeds          one entry a sequence, or ()   tokens whose logits behind its last one are wanted; (): its
+                                                  hidden state is; None: nothing
     states          None: no layer has one
     next_ids        int32 [num_seqs] or None      for a model that drafts: the token behind each sequence's
                                                   last one here, -1: the sampled one; None: -1 for all
@@ -143,7 +144,7 @@ class Batch:
     next_prompt_ids: Seq[list[int]] = ()
     fed_from: NDArray[np.int32] | None = None
     adapters: Seq[str] = ()
-    embeds: Seq[bool] = ()
+    embeds: Seq[Seq[int] | None] = ()
     states: BatchStates | None = None
     next_ids: NDArray[np.int32] | None = None
     draft_of: NDArray[np.int32] | None = None
@@ -191,7 +192,7 @@ class Batch:
             next_prompt_ids=[*[[]] * num_rows, *chunks.next_prompt_ids],
             fed_from=fed_from,
             adapters=adapters_of(self.adapters or [""] * num_rows, chunks.adapters or [""] * chunks.num_seqs),
-            embeds=[*[False] * num_rows, *chunks.embeds],
+            embeds=[*[None] * num_rows, *chunks.embeds],
             states=None if self.states is None else self.states.followed_by(chunks.states),
             next_ids=_with(self.next_ids, chunks.next_ids, num_rows, chunks.num_seqs, none=-1),
             draft_of=_with(self.draft_of, chunks.draft_of, num_rows, chunks.num_seqs, none=-1),
@@ -208,7 +209,8 @@ class StepOutput:
     token_ids       int32 [num_seqs]   the sampled token, -1 where ``sampling`` was None
     logprobs        by row, for the sequences whose params ask for them
     prompt_logprobs by row, for the sequences that ask for them: one entry per token of ``next_prompt_ids``
-    embeddings      by row, where ``embeds``: float32 [hidden_size], the hidden state behind the last norm
+    embeddings      by row, where ``embeds``: float32 [hidden_size], the hidden state behind the last norm, or
+                    [n], the logits of n tokens
     drafts          by row, where its input was right: at most ``num_drafts`` tokens behind the sampled one
     """
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...transport.messages.messages import TokenLogprobs
 from ..device import bring
+from .batch import Batch
 from .next_drafts import StepHidden
 from .sampler import StepLogits
 
@@ -31,12 +32,21 @@ class ComputedStep(NamedTuple):
     embeddings: Embeddings = NO_EMBEDDINGS
 
 
-def embeddings_of(rows: Sequence[int], hidden: Tensor) -> Embeddings:
-    """Return a call that waits for the hidden states [len(rows), E], and has them by row."""
+def embeddings_of(
+    batch: Batch, rows: Sequence[int], hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+) -> Embeddings:
+    """Return a call that waits for the ``Batch.embeds`` of these rows, and has them by row. ``hidden``
+    [len(rows), E]: their last tokens' states."""
     if not rows:
         return NO_EMBEDDINGS
-    arrived = bring([hidden.to(torch.float32, copy=True)])
-    return lambda: dict(zip(rows, arrived()[0].numpy(), strict=True))
+    wanted = [batch.embeds[row] or () for row in rows]
+    found = list(hidden.to(torch.float32, copy=True))
+    if scored := [i for i, token_ids in enumerate(wanted) if token_ids]:
+        logits = logits_of(hidden[scored])
+        for i, of_row in zip(scored, logits, strict=True):
+            found[i] = of_row[list(wanted[i])].to(torch.float32)
+    arrived = bring(found)
+    return lambda: dict(zip(rows, (vector.numpy() for vector in arrived()), strict=True))
 
 
 def no_tokens(

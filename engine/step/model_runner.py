@@ -166,14 +166,13 @@ class ModelRunner:
             if replayed is not None:
                 return ComputedStep(sampled, replayed)
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
-        embedded = [i for i, wanted in enumerate(batch.embeds) if wanted]
+        embedded = [i for i, wanted in enumerate(batch.embeds) if wanted is not None]
         rows = (batch.query_start_loc[1:] - 1)[sampled + embedded].tolist()
         for i in reported:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
-        token_ids, metadata, index, which = send_batch(
-            batch, rows, sampled, slots, self.device, self._sampled_last
-        )
+        sent = send_batch(batch, rows, sampled, slots, self.device, self._sampled_last)
+        token_ids, metadata, index, which = sent
         every_row = batch.only_decodes or rows == list(range(batch.num_tokens))
         wanted = None if every_row or self._next_drafts is not None else index
         pool, images = self.loaded.pool, self._images.of(batch)
@@ -187,7 +186,8 @@ class ModelRunner:
         computed = StepLogits.of(logits, newest, metadata.seq_lens, which)
         last, rank = count + len(embedded), self.loaded.rank.number
         logprobs = prompt_logprobs(batch, reported, hidden[last:], self._model.logits, rank)
-        return ComputedStep(sampled, computed, whole, logprobs, embeddings_of(embedded, hidden[count:last]))
+        vectors = embeddings_of(batch, embedded, hidden[count:last], self._model.logits)
+        return ComputedStep(sampled, computed, whole, logprobs, vectors)
 
     def warm_up(self) -> None:
         """Runs prompts and a decode step, so that the first request pays for no first use; on a GPU then

@@ -205,7 +205,7 @@ class PrefillGraphs:
     def _graph_for(self, batch: Batch) -> _Graph | None:
         if batch.block_tables.shape[1] > self._max_blocks:
             return None
-        if any(count is not None for count in batch.prompt_logprobs) or any(batch.embeds):
+        if any(wanted is not None for wanted in (*batch.prompt_logprobs, *batch.embeds)):
             return None  # a graph leaves nothing but logits
         if batch.images or batch.rope is not None:
             return None

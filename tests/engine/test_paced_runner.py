@@ -107,8 +107,8 @@ def test_a_token_depends_on_seed_and_position_alone_and_ends_nothing() -> None:
 
 def test_an_embedding_has_the_models_size() -> None:
     runner = PacedRunner(profile(0.0), 50, EOS, random.Random(0), hidden_size=6)
-    found = runner.execute(replace(batch(None, None), embeds=[False, True])).embeddings
-    assert {row: vector.shape for row, vector in found.items()} == {1: (6,)}
+    found = runner.execute(replace(batch(None, None, None), embeds=[None, (), (4, 9)])).embeddings
+    assert {row: vector.shape for row, vector in found.items()} == {1: (6,), 2: (2,)}
 
 
 def test_noise_keeps_the_mean() -> None:

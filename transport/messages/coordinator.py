@@ -127,7 +127,8 @@ class FirstToken(Message, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_REQUEST_TOKENS)] | None = None
     """One entry per prompt token but the first."""
     embedding: FloatColumn = b""
-    """The last token's hidden state behind the last norm, where ``RequestSpec.embeds`` asks for it. A worker
+    """The last token's hidden state behind the last norm, where ``RequestSpec.embeds`` asks for it, or its
+    ``RequestSpec.logits_of``. A worker
     of an older release leaves it empty."""
     num_cached_tokens: Count = 0
     queue_s: Duration = 0.0  # waiting on the prefill worker

@@ -31,9 +31,7 @@ MAX_TEMPERATURE = 2  # that a client may ask for, by OpenAI's API
 MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
 MAX_PARCEL_POSITIONS = 1024
-HASH_BYTES = 16
-ANSWER_ID_BYTES = 16
-SECRET_BYTES = 16
+HASH_BYTES = ANSWER_ID_BYTES = SECRET_BYTES = 16
 MAX_GRAMMAR_BYTES = 256 << 10
 _INT63 = (1 << 63) - 1
 
@@ -57,6 +55,7 @@ ProcessNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Incarnation = Annotated[int, Meta(ge=0, le=_INT63)]
 Dispatch = Annotated[int, Meta(ge=0, lt=1 << 32)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=8)]
 Duration = Annotated[float, Meta(ge=0, le=1e9)]
 TokenColumn = Annotated[bytes, _column(4, MAX_REQUEST_TOKENS)]
 """uint32 token ids."""
@@ -174,6 +173,7 @@ class RequestSpec(Message, frozen=True, kw_only=True):
     answer_id: AnswerId = b""
     adapter: AdapterId = ""  # only a worker that has reported it is sent it
     embeds: bool = False  # with ``max_tokens`` 0: the hidden state of the last token is wanted
+    logits_of: TokenIds = ()  # where ``embeds``: or its logits of these tokens
     rope_shift: Annotated[int, Meta(ge=-MAX_REQUEST_TOKENS, le=0)] = 0  # behind all images, see images.py
 
     @property

@@ -52,3 +52,19 @@ def test_a_worker_of_an_older_release_is_no_wrong_answer() -> None:
     (end,) = ends(report(bench, asked(bench)))
     assert (end.error, end.embedding) == ("unavailable", b"")
     assert end.message.startswith("prefill worker p computes no embeddings: it is of an older release")
+
+
+def test_logits_are_as_many_as_were_asked_for() -> None:
+    """An older worker skips the field that asks for them, and reports the hidden state."""
+    bench = Bench()
+    for sent_back in (STATE, STATE[:8]):
+        actions = bench.submit(
+            f"r{len(sent_back)}", sampling=SamplingParams(max_tokens=0), embeds=True, logits_of=(5, 6)
+        )
+        (order,) = sent(actions, Prefill)
+        assert order.spec.logits_of == (5, 6)
+        (end,) = ends(report(bench, order.spec.dispatch, embedding=sent_back))
+        if sent_back == STATE:
+            assert end.message.startswith("prefill worker p computes no logits: it is of an older release")
+        else:
+            assert end.embedding == sent_back

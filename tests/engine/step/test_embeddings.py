@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from support.batches import HandSequence, make_batch
 from support.engines import engine_config
 from support.families import VOCAB_SIZE
 from support.models import make_checkpoint
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from splitserve.engine.errors import WeightsError
 from splitserve.engine.step.model_runner import ModelRunner
@@ -52,10 +53,12 @@ def sequence(length: int, seed: int, first_block: int) -> HandSequence:
     return HandSequence(prompt, list(range(first_block, first_block + length // BLOCK_SIZE + 1)))
 
 
-def step(runner: ModelRunner, work: Work, embeds: list[bool], rows: Work | None = None) -> dict[int, Vector]:
+def step(runner: ModelRunner, work: Work, embeds: list[Any], rows: Work | None = None) -> dict[int, Vector]:
     """Run chunks behind decode rows, if there are any. Chunks that embed sample nothing."""
     batch = make_batch(work, BLOCK_SIZE)
-    sampling = [None if wanted else state for state, wanted in zip(batch.sampling, embeds, strict=True)]
+    sampling = [
+        state if wanted is None else None for state, wanted in zip(batch.sampling, embeds, strict=True)
+    ]
     batch = replace(batch, sampling=sampling, embeds=embeds)
     if rows:
         batch = make_batch(rows, BLOCK_SIZE).followed_by(batch)
@@ -67,8 +70,8 @@ def step(runner: ModelRunner, work: Work, embeds: list[bool], rows: Work | None 
 
 def embedded(runner: ModelRunner, one: HandSequence, *chunks: int) -> Vector:
     for count in chunks:
-        assert step(runner, [(one, count)], [False]) == {}
-    found = step(runner, [(one, len(one.prompt) - one.num_computed)], [True])
+        assert step(runner, [(one, count)], [None]) == {}
+    found = step(runner, [(one, len(one.prompt) - one.num_computed)], [()])
     return found[0]
 
 
@@ -120,10 +123,25 @@ def test_exact_mode_gives_the_same_bits_in_any_company(folder: Path) -> None:
     row.num_computed, row.output = 30, [7]
     mine = sequence(41, 5, 120)
     work = [(others[0], 12), (mine, 41), (others[1], 33), (others[2], 20)]
-    found = step(runner, work, [True, True, False, False], rows=[(row, 1)])
+    found = step(runner, work, [(), (), None, None], rows=[(row, 1)])
     assert found.keys() == {0, 1}, "of those that ask for it"
     assert np.array_equal(found[1], alone)
     assert not np.array_equal(found[0], alone)
+
+
+@pytest.mark.parametrize(("size", "exact"), [(1, False), (2, False), (1, True)])
+def test_logits_beside_hidden_states(folder: Path, size: int, exact: bool) -> None:
+    """In the order of the tokens; beside an embedding and a prompt that samples."""
+    runner, wanted = make_runner(folder, size, exact), [(7, 3), (), None, (5,)]
+    work = [(sequence(length, length, 40 * i), length) for i, length in enumerate((12, 33, 50, 41))]
+    found = step(runner, work, wanted)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = [model(torch.tensor([one.prompt])).logits[0, -1].numpy() for one, _ in work]
+    assert found.keys() == {0, 1, 3}
+    np.testing.assert_allclose(found[0], logits[0][[7, 3]], atol=1e-4)
+    np.testing.assert_allclose(found[3], logits[3][[5]], atol=1e-4)
+    assert found[1].shape == (model.config.hidden_size,)
 
 
 def bare(folder: Path, path: Path, architecture: str) -> Path:

@@ -280,7 +280,7 @@ def test_capturing_ends_in_time_and_where_memory_ends(
 
 def test_a_step_that_embeds_runs_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, counts = make_runner(tmp_path, monkeypatch, 2), list[int]()
-    batch = replace(make_batch([(sequences()[0], 3)], BLOCK_SIZE), sampling=[None], embeds=[True])
+    batch = replace(make_batch([(sequences()[0], 3)], BLOCK_SIZE), sampling=[None], embeds=[()])
     plain = runner.execute(batch).embeddings[0]
     runner.capture(replayed(counts))
     before = counts.copy()

@@ -1,0 +1,98 @@
+"""The bodies of /v1/rerank and /v1/score."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+
+from ..request_ids import CLIENT_ID
+from .completion import MAX_PROMPTS
+from .fields import STRING, Body, Metadata, invalid, only, scalars, schema
+from .sampling import MAX_TIMEOUT_S, ServiceTier
+
+
+def _documents(value: Any) -> list[str]:
+    """Strings, or objects with a ``text``, as Cohere's first API has them."""
+    if not isinstance(value, list) or not value:
+        raise invalid("must be a list of strings, one or more")
+    if len(value) > MAX_PROMPTS:
+        raise invalid(f"has {len(value)} documents; at most {MAX_PROMPTS} are allowed")
+    found = (each.get("text") if isinstance(each, dict) else each for each in value)
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) != len(value):
+        raise invalid("each must be a string, or an object with a `text`")
+    return texts
+
+
+def _texts(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else _documents(value)
+
+
+_DOCUMENT = {"anyOf": [STRING, {"type": "object", "required": ["text"], "properties": {"text": STRING}}]}
+_DOCUMENTS = {"type": "array", "items": _DOCUMENT, "minItems": 1, "maxItems": MAX_PROMPTS}
+Texts = Annotated[Any, BeforeValidator(_texts), schema(STRING, _DOCUMENTS)]
+
+
+class ScoringFields(Body):
+    """The fields are as in /v1/embeddings."""
+
+    model: str | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    request_id: Annotated[str, Field(pattern=rf"^{CLIENT_ID.pattern}$")] | None = None
+    metadata: Metadata | None = None
+    service_tier: ServiceTier | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    truncate_prompt_tokens: Annotated[Any, AfterValidator(only(None)), WithJsonSchema({"enum": [None]})] = (
+        None
+    )
+
+    _numbers = scalars("priority", "timeout")
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return each query with its document."""
+        raise NotImplementedError
+
+    @property
+    def input(self) -> list[str]:
+        """Return texts as long as the prompts, about."""
+        return ["".join(pair) for pair in self.pairs]
+
+
+class RerankRequest(ScoringFields):
+    """POST /v1/rerank, as Jina's and Cohere's. Of the documents, ``top_n`` are answered (default: all), the
+    best first."""
+
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[Any, BeforeValidator(_documents), WithJsonSchema(_DOCUMENTS)]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+    """Unless false, results have their documents."""
+
+    _scalars = scalars("top_n", "return_documents")
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(self.query, document) for document in self.documents]
+
+
+class ScoreRequest(ScoringFields):
+    """POST /v1/score, as vLLM's: each text of ``text_2`` for the one of ``text_1``, or for the one at its
+    place."""
+
+    text_1: Texts
+    text_2: Texts
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        if len(self.text_1) not in (1, len(self.text_2)):
+            raise invalid(f"text_1 has {len(self.text_1)} texts, text_2 {len(self.text_2)}")
+        return self
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        first = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
+        return list(zip(first, self.text_2, strict=True))
