@@ -105,6 +105,7 @@ class FakeDispatcher:
     fail_after: tuple[int, Ended] | None = None  # tokens, then this end
     workers: bool = True
     is_ready: bool = True
+    is_full: bool = False
     hold: bool = False  # do not start anything
     step_s: float = 0.0
     tokens_per_flush: int = 1
@@ -116,7 +117,7 @@ class FakeDispatcher:
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)
-        refusal = self.refuse(request)
+        refusal = Ended(error="overloaded", message=self.full()) if self.is_full else self.refuse(request)
         if refusal is not None:
             request.sink.end(refusal)
             return
@@ -194,6 +195,9 @@ class FakeDispatcher:
 
     def gap(self) -> str:
         return "" if self.workers else "no worker is connected"
+
+    def full(self) -> str:
+        return "9 requests are waiting already" if self.is_full else ""
 
     def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
         self.drained.append((worker_id, timeout_s))
