@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from .errors import CannotStart
 from .text.model_route import ModelRoute
-from .text.served_model import ServedModels
+from .text.served_model import ServedModel, ServedModels
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -28,9 +28,13 @@ class RouteFields(_Strict):
     name: Name
     shares: Annotated[dict[Name, Weight], Field(min_length=1, max_length=64)]
     fallbacks: Annotated[list[Name], Field(max_length=64)] = []
+    shadow: Name | None = None
+    shadow_percent: Annotated[float, Field(ge=0, le=100)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if (self.shadow is None) != (self.shadow_percent is None):
+            raise ValueError("give `shadow` and `shadow_percent` together")
         if not any(self.shares.values()):
             raise ValueError("shares: one must be above 0")
         return self
@@ -111,7 +115,29 @@ def _route_of(fields: RouteFields, models: ServedModels) -> ModelRoute:
         if own(name) in shares:
             raise ValueError(f"the route {fields.name!r} has two shares of the model {own(name)!r}")
         shares[own(name)] = weight
-    return ModelRoute(fields.name, shares, tuple(map(own, fields.fallbacks)))
+    shadow = "" if fields.shadow is None else own(fields.shadow)
+    fallbacks = tuple(map(own, fields.fallbacks))
+    route = ModelRoute(fields.name, shares, fallbacks, shadow, fields.shadow_percent or 0.0)
+    if shadow:
+        for name in route.targets:
+            if what := _unlike(models.own[name], models.own[shadow]):
+                raise ValueError(
+                    f"the route {fields.name!r} has the shadow {shadow!r}, which gets the tokens of {name!r} "
+                    f"but has {what}"
+                )
+    return route
+
+
+def _unlike(model: ServedModel, shadow: ServedModel) -> str:
+    """Return why a model's tokens mean nothing to its shadow, or its answers cannot be compared; empty: they
+    do, and can."""
+    if shadow.embeddings.alone:
+        return "no head (lm_head): only answers are compared"
+    if model.tokenizer.table.pieces != shadow.tokenizer.table.pieces:
+        return "another tokenizer"
+    if model.template_source != shadow.template_source:
+        return "another chat template"
+    return "" if model.images == shadow.images else "other rules for images"
 
 
 def _sentence(error: ValidationError) -> str:

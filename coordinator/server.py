@@ -189,13 +189,13 @@ class HttpApp:
         """Takes no new request for tokens; gives open ones ``grace_s`` seconds, or until ``at_once``, then
         ends them with an error; workers keep answers with a key."""
         refusal = Unavailable("The server is shutting down.", retry_after_s=1)
-        self.generation.refusal, self.health.stopping = refusal, True
-        deadline = monotonic() + grace_s
-        api = self.generation
+        api, deadline = self.generation, monotonic() + grace_s
+        api.refusal, self.health.stopping = refusal, True
         while (api.open or api.preparing) and monotonic() < deadline and not (at_once and at_once.is_set()):
             await asyncio.sleep(POLL_S)
         for exchange in list(api.open.values()):
             exchange.fail(refusal, stopping=True)
+        api.shadows.stop()
         await asyncio.sleep(0)  # WebSockets send their clients these errors
 
 

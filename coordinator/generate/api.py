@@ -40,6 +40,8 @@ from .plan import Planner, RequestPlan, parse
 from .reader.body_reader import BodyReader
 from .request_ids import HEADER, RequestIds, client_id
 from .resumption import IdempotencyKey
+from .shadows import NAME as SHADOWS
+from .shadows import Shadows
 
 SWEEP_EVERY_S = 1.0
 OVERDUE_S = 5.0
@@ -87,6 +89,7 @@ class GenerationApi:
         self._ids = RequestIds()
         self.handle = Arrivals(self._handle_arrived).add
         self.route_counts = RouteCounts()
+        self.shadows = Shadows(servings, self.route_counts, self.metrics.failures)
         self._sweep: asyncio.TimerHandle | None = None  # set while anything is open
 
     def opened(self, call: Call) -> None:
@@ -257,6 +260,7 @@ class GenerationApi:
             exchange.serving.metrics.num_open += 1
             if route := exchange.plan.route:
                 self.route_counts.requests[route, exchange.plan.model] += 1
+                self.metrics.failures.call(SHADOWS, self.shadows.begin, exchange)
             if self._sweep is None:
                 self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._look_after_open)
             if (meter := self._tenancy.meter) is not None:

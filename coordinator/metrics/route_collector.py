@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+from .metrics import TOKENS, BatchedHistogram
+
+DIFFERENCE = "splitserve_shadow_first_difference_tokens"
+POSITION = "Tokens before the first one in which a shadow's answer differs."
 
 
 @dataclass(slots=True)
@@ -16,6 +21,19 @@ class RouteCounts:
 
     # by route and model
     requests: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    # by route and result
+    shadows: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    differences: dict[str, BatchedHistogram] = field(default_factory=dict)  # by route
+
+    def shadowed(self, route: str, result: str, position: int) -> None:
+        """Count a copy; ``position``: of the first token that differs, if the answers do."""
+        self.shadows[route, result] += 1
+        if result == "different":
+            if route not in self.differences:
+                self.differences[route] = BatchedHistogram(
+                    DIFFERENCE, POSITION, (0, *TOKENS), {"route": route}
+                )
+            self.differences[route].observe(position)
 
 
 class RouteCollector:
@@ -35,4 +53,15 @@ class RouteCollector:
         )
         for names, count in self._counts.requests.items():
             requests.add_metric(names, count)
-        yield requests
+        shadows = CounterMetricFamily(
+            "splitserve_shadow",
+            "Copies of requests for a route's shadow, by how their answers compare with the first ones.",
+            labels=["route", "result"],
+        )
+        for names, count in self._counts.shadows.items():
+            shadows.add_metric(names, count)
+        differences = HistogramMetricFamily(DIFFERENCE, POSITION, labels=["route"])
+        for histogram in self._counts.differences.values():
+            for family in histogram.collect():
+                differences.samples += family.samples
+        yield from (requests, shadows, differences)

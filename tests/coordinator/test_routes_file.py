@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.http_fakes import FakeDispatcher
+from support.http_fakes import FakeDispatcher, sentencepiece_tokenizer
 from support.routed_server import Routed, routed_server, write_routes
 
 from splitserve.coordinator.errors import CannotStart
+from splitserve.coordinator.images.rules import NoImages
 from splitserve.coordinator.routes_file import RoutesFile
+from splitserve.coordinator.text.embeddings import EmbeddingRules
 from splitserve.coordinator.text.model_route import ModelRoute
 from splitserve.coordinator.text.served_model import ServedModel, ServedModels
+from splitserve.coordinator.text.tokenizer import Tokenizer
 
 GOOD = "routes: [{name: chat, shares: {tiny-1: 95}}]"
 WRONG = {
@@ -37,6 +41,10 @@ WRONG = {
     "routes: [{name: chat, shares: {none: 1}}]": "'none', which is no model here .*there are: tiny, tiny-1",
     "routes: [{name: chat, shares: {tiny: 1}, fallbacks: [none]}]": "'none', which is no model here",
     "routes: [{name: chat, shares: {tiny: 1}, fallbacks: tiny}]": "routes.0.fallbacks: ",
+    "routes: [{name: chat, shares: {tiny: 1}, shadow: none, shadow_percent: 1}]": "'none', which is no model",
+    "routes: [{name: chat, shares: {tiny: 1}, shadow: tiny}]": "`shadow` and `shadow_percent` together",
+    "routes: [{name: chat, shares: {tiny: 1}, shadow_percent: 1}]": "`shadow` and `shadow_percent` together",
+    "routes: [{name: chat, shares: {tiny: 1}, shadow: tiny, shadow_percent: 101}]": "less than or equal",
     "routes: [{name: tiny-1, shares: {tiny: 1}}]": "'tiny-1' has the name of a model",
     f"{GOOD[:-1]}, {{name: chat, shares: {{tiny: 1}}}}]": "two routes have the name 'chat'",
     f"{GOOD[:-1]}, {{name: other, shares: {{chat: 1}}}}]": "'chat', which is no model here",
@@ -92,3 +100,23 @@ async def _until(routed: Routed, *expected: str) -> None:
     async with asyncio.timeout(30):
         while [str(route) for route in routed.server.app.servings.models.routes.values()] != [*expected]:
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("unlike", "why"),
+    [
+        ({"chat_template": None}, "another chat template"),
+        ({"embeddings": EmbeddingRules(alone=True)}, "no head"),
+        ({"images": NoImages("for want of weights")}, "other rules for images"),
+        ({"tokenizer": Tokenizer(sentencepiece_tokenizer())}, "another tokenizer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_shadow_takes_the_same_tokens(
+    unlike: dict[str, object], why: str, model: ServedModel, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "routes.yaml", replace(model, name="b", aliases=())
+    path.write_text("routes: [{name: chat, shares: {tiny: 1}, shadow: b, shadow_percent: 5}]")
+    RoutesFile(path, ServedModels([model, other]))
+    with pytest.raises(CannotStart, match=f"shadow 'b', which gets the tokens of 'tiny' but has {why}"):
+        RoutesFile(path, ServedModels([model, replace(other, **unlike)]))

@@ -106,6 +106,7 @@ class FakeDispatcher:
     workers: bool = True
     is_ready: bool = True
     is_full: bool = False
+    queues: bool = False  # nothing can begin at once
     hold: bool = False  # do not start anything
     step_s: float = 0.0
     tokens_per_flush: int = 1
@@ -121,6 +122,8 @@ class FakeDispatcher:
         if refusal is not None:
             request.sink.end(refusal)
             return
+        if not self.queues:
+            request.state = "prefill"
         self.running[request.request_id] = asyncio.get_running_loop().create_task(self._generate(request))
         self.changed.set()
 
