@@ -42,7 +42,10 @@ class CostlyPlanner:
                 return plan._replace(route=route), admission
             headers = {name: call.headers[name] for name in PLAN_HEADERS if name in call.headers}
             how = call.endpoint, headers, own_class, call.prefers
-            return await self._reader.read("plan", call.body, *how), admission
+            read: RequestPlan = await self._reader.read("plan", call.body, *how)
+            if read.route and self._reader.refuses(read.model):  # since its reading began
+                read = await self._reader.read("plan", call.body, *how)
+            return read, admission
         except BaseException:
             self._limiter.settle(admission, 0)
             raise

@@ -77,6 +77,10 @@ class BodyReader:
             # else the error, by its traceback, would hold both until the collector finds them
             del answer, body
 
+    def refuses(self, model: str) -> bool:
+        """Whether the model of this name can take nothing now."""
+        return self._models.refusal(self._models.of(model)) is not None
+
     def _present(self) -> Present:
         models = self._models
         refusals = [models.refusal(model) for model in models.all] if models.routes else []

@@ -116,6 +116,24 @@ def _lack(dispatcher: FakeDispatcher, what: str) -> None:
     dispatcher.workers, dispatcher.is_full = what != "workers", what == "room"
 
 
+async def test_a_model_that_is_lost_while_a_body_is_read(
+    routed: Routed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routed.write(shares={"a": 1}, fallbacks=["b"])
+    reader, seen = routed.server.app.generation.reader, list[str]()
+    read = reader.read
+
+    async def then_lost(*arguments: Any) -> Any:
+        plan = await read(*arguments)
+        seen.append(plan.model)
+        routed.a.workers = False
+        return plan
+
+    monkeypatch.setattr(reader, "read", then_lost)
+    assert (await ask(routed, **PADDING))["model"] == "b"
+    assert seen == ["a", "b"]
+
+
 async def test_a_model_that_is_named_itself_has_no_fallback(routed: Routed) -> None:
     routed.write(shares={"a": 1}, fallbacks=["b"])
     routed.a.workers = False
