@@ -98,7 +98,6 @@ class _Shadow:
     def found(self, copy: _Copy, result: Result) -> None:
         """Take one sequence's result."""
         if result == "same":
-            copy.cancel()
             self._unknown -= 1
             if self._unknown:
                 return

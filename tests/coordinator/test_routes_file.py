@@ -11,6 +11,7 @@ import pytest
 from support.http_fakes import FakeDispatcher, sentencepiece_tokenizer
 from support.routed_server import Routed, routed_server, write_routes
 
+from splitserve.coordinator import routes_file
 from splitserve.coordinator.errors import CannotStart
 from splitserve.coordinator.images.rules import NoImages
 from splitserve.coordinator.routes_file import RoutesFile
@@ -68,6 +69,24 @@ def test_a_file_that_is_no_good(text: str, model: ServedModel, tmp_path: Path) -
         assert list(models.routes) == ["chat"]
     path.write_text(GOOD + "  # as before")
     assert file.refresh() == "", "the same routes"
+
+
+def test_a_file_is_read_when_it_has_changed(
+    model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "routes.yaml"
+    path.write_text(GOOD)
+    file, num_read = RoutesFile(path, ServedModels([model])), 0
+
+    def read(*_: object) -> dict[str, ModelRoute]:
+        nonlocal num_read
+        num_read += 1
+        return {}
+
+    monkeypatch.setattr(routes_file, "routes_of", read)
+    assert (file.refresh(), num_read) == ("", 0)
+    path.write_text("routes: []")
+    assert (file.refresh(), file.refresh(), num_read) == ("none", "", 1)
 
 
 def test_a_file_that_is_not_there_or_not_text(model: ServedModel, tmp_path: Path) -> None:
