@@ -254,6 +254,13 @@ def no_workers(gap: str) -> Unavailable:
     return Unavailable(message, retry_after_s=RETRY_AFTER_S)
 
 
+def on_route(route: str, model: str, error: ApiError) -> ApiError:
+    """Return the error of a route whose models can take nothing; ``error``: that of the first of them."""
+    what = "which has no workers" if isinstance(error, Unavailable) else "whose queue is full"
+    message = f"model {route!r} routes to {model!r}, {what}: {error.message}"
+    return type(error)(message, code=error.code, retry_after_s=error.retry_after_s)
+
+
 class StorageFull(ApiError):
     """The disk that a file would go to has no space."""
 

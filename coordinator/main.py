@@ -24,6 +24,7 @@ from .background import background, follow
 from .generate.reader.allocator import give_memory_back
 from .http.access.operators import make_admin_key
 from .http.access.url import is_loopback, url_of
+from .http.listening_server import admin_server
 from .lifecycle.lifecycle import Lifecycle
 from .lifecycle.request import Ended, Request
 from .lifecycle.snapshot import FinishedRequest, finished
@@ -35,7 +36,7 @@ from .metrics.trace_log import TraceLog
 from .processes import Place, Serve, run_all
 from .readiness import prove
 from .run_folder import ADMIN_KEY, RESPONSES, Door, RunFolder, announce
-from .server import HttpServer, admin_server, app_of
+from .server import HttpServer, app_of
 from .serving import Served
 from .settings import CoordinatorSettings
 from .socket_dispatcher import SocketDispatcher

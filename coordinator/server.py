@@ -30,7 +30,6 @@ from .errors import Unavailable
 from .front_door import FrontDoor, front_door_of
 from .generate.api import GenerationApi
 from .http.access.operators import Operators, admin_key
-from .http.access.tls import TlsFiles
 from .http.access_gate import AccessGate
 from .http.limits import HttpLimits
 from .http.listening_server import ListeningServer, bind
@@ -42,6 +41,7 @@ from .metrics.metrics import Metrics, Scrape
 from .metrics.objectives import Objectives
 from .metrics.request_record import log_request
 from .metrics.request_trace import end_trace
+from .metrics.route_collector import RouteCollector
 from .metrics.server_collector import FailuresCollector
 from .metrics.system_snapshot import SystemSnapshot
 from .routes.admin import AdminRoutes
@@ -52,6 +52,7 @@ from .routes.routes import OrdinaryRoutes
 from .routes.tenants import tenant_routes
 from .routes.usage import usage_routes
 from .routes.websocket_stream import WebSocketStreams
+from .routes_file import RoutesFile
 from .serving import Served, Serving, Servings
 from .settings import CoordinatorSettings
 from .stored_bytes import StoredBytes
@@ -59,7 +60,7 @@ from .tenants.tenancy import Tenancy
 from .text.served_model import ServedModel
 
 POLL_S = 0.02
-SAMPLE_EVERY_S = 2.0
+SAMPLE_EVERY_S, ROUTES_EVERY_S = 2.0, 0.5
 DAY_S = 86_400.0
 
 
@@ -98,12 +99,14 @@ class AppParts:
     settings: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, for /server_info
     ollama: bool = False  # Ollama's API is spoken, too
     further: Sequence[Served] = ()  # models beside the first
+    routes_file: Path | None = None
 
 
 class HttpApp:
     """The ASGI application. Requests for tokens skip it: the protocol hands them to ``generation``."""
 
     def __init__(self, dispatcher: Fleet, model: ServedModel, parts: AppParts | None = None) -> None:
+        """Raises CannotStart for a routes file that is no good."""
         parts = parts or AppParts()
         self.front, tenancy, failures = parts.front, parts.tenancy, parts.failures or ListenerFailures()
         self.servings = servings = Servings(
@@ -111,16 +114,13 @@ class HttpApp:
             for one in (Served(model, dispatcher, parts.system), *parts.further)
         )
         self.metrics = servings.first.metrics
+        self.routes = None if (file := parts.routes_file) is None else RoutesFile(file, servings.models)
         self.dashboard = Dashboard(servings, parts.objectives)
         fleets = {one.model.name: one.dispatcher for one in servings.all}
         self.health = Health(fleets, failures, parts.folders)
         self._sampled = [self._watch(one, failures) for one in servings.all]
-        self.overload = parts.overload
-        self.stored = parts.stored
+        self.overload, self.stored = parts.overload, parts.stored
         registry = CollectorRegistry()
-        registry.register(self.overload)
-        registry.register(self.stored)
-        registry.register(FailuresCollector(failures.counts))
         self.scrape = Scrape([one.metrics for one in servings.all], registry)
         self.generation = GenerationApi(
             servings,
@@ -133,6 +133,9 @@ class HttpApp:
             parts.tracing,
             parts.times_tokens,
         )
+        of_routes = RouteCollector(self.generation.route_counts)
+        for collector in (self.overload, self.stored, FailuresCollector(failures.counts), of_routes):
+            registry.register(collector)
         self.responses = ResponsesRoutes(self.generation, parts.responses)
         messages = MessagesRoutes(self.generation)
         self.batches: BatchRunner | None = None
@@ -186,13 +189,13 @@ class HttpApp:
         """Takes no new request for tokens; gives open ones ``grace_s`` seconds, or until ``at_once``, then
         ends them with an error; workers keep answers with a key."""
         refusal = Unavailable("The server is shutting down.", retry_after_s=1)
-        self.generation.refusal, self.health.stopping = refusal, True
-        deadline = monotonic() + grace_s
-        api = self.generation
+        api, deadline = self.generation, monotonic() + grace_s
+        api.refusal, self.health.stopping = refusal, True
         while (api.open or api.preparing) and monotonic() < deadline and not (at_once and at_once.is_set()):
             await asyncio.sleep(POLL_S)
         for exchange in list(api.open.values()):
             exchange.fail(refusal, stopping=True)
+        api.shadows.stop()
         await asyncio.sleep(0)  # WebSockets send their clients these errors
 
 
@@ -229,6 +232,7 @@ def app_of(
         stored=StoredBytes(counted),
         settings=settings.model_dump(mode="json"),
         ollama=settings.ollama,
+        routes_file=settings.routes_file,
     )
     app = HttpApp(first.dispatcher, first.model, parts)
     for one in app.servings.all:
@@ -264,6 +268,8 @@ class HttpServer:
         self._running = [spawn("samples", self._sample()), spawn("slow senders", self._hurry())]
         self._running.append(spawn("stored bytes", self.app.stored.follow()))
         self._running.append(spawn("admin key", follow("admin key", self.app.operators.refresh)))
+        if (routes := self.app.routes) is not None:
+            self._running.append(spawn("routes", follow("routes file", routes.refresh, ROUTES_EVERY_S)))
         if (tls := self.app.front.tls) is not None:
             self._running.append(spawn("TLS certificate", follow("TLS certificate", tls.refresh)))
         if self.app.batches is not None:
@@ -292,8 +298,3 @@ class HttpServer:
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             self._server.hurry(loop.time(), timeout_s)
-
-
-def admin_server(app: AccessGate, host: str, port: int, tls: TlsFiles | None = None) -> ListeningServer:
-    """Bind at once. Raises OSError. ``app`` checks the caller."""
-    return ListeningServer(app, bind(host, port), tls)

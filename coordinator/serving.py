@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from .errors import ApiError, NotFound, no_workers
+from .errors import RETRY_AFTER_S, ApiError, NotFound, Overloaded, no_workers, on_route
 from .lifecycle.request import Fleet
 from .metrics.metrics import Metrics
 from .metrics.system_snapshot import SystemSnapshot
@@ -34,10 +34,19 @@ class Serving:
     system: Callable[[], SystemSnapshot]
     metrics: Metrics
 
-    def require_workers(self) -> None:
-        """Raises Unavailable where new requests are refused."""
+    def require_workers(self, route: str = "") -> None:
+        """Raises Unavailable where new requests are refused. ``route``: by which the request came."""
         if gap := self.dispatcher.gap():
-            raise no_workers(gap)
+            error = no_workers(gap)
+            raise on_route(route, self.model.name, error) if route else error
+
+    def refusal(self) -> ApiError | None:
+        """Return the error that a new request would get now, whatever it asks for; None: it is taken."""
+        if gap := self.dispatcher.gap():
+            return no_workers(gap)
+        if full := self.dispatcher.full():
+            return Overloaded(full, retry_after_s=RETRY_AFTER_S)
+        return None
 
 
 class Servings:
@@ -46,8 +55,10 @@ class Servings:
     def __init__(self, servings: Iterable[Serving]) -> None:
         self.all = tuple(servings)
         self.first = self.all[0]
-        self.models = ServedModels(serving.model for serving in self.all)
-        self._by_name = {serving.model.name: serving for serving in self.all}
+        self._by_name = by_name = {serving.model.name: serving for serving in self.all}
+        self.models = ServedModels(
+            (serving.model for serving in self.all), lambda model: by_name[model.name].refusal()
+        )
 
     def of(self, name: str | None) -> Serving:
         """Return what serves this name. Raises as ``ServedModels.of``."""

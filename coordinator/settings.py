@@ -101,6 +101,11 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         "`control_address` (port 0: any) and, where wanted, `revision`, `max_model_len`, "
         "`tool_call_parser`, `reasoning_parser`.",
     )
+    routes_file: Path | None = Field(
+        default=None,
+        description="YAML file of routes: names that stand for shares of several models, with fallbacks and "
+        "shadows. It is read again when it changes.",
+    )
     trust_request_chat_template: bool = Field(
         default=False, description="Requests may bring their own chat_template, which runs in a sandbox."
     )

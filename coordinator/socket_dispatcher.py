@@ -107,6 +107,9 @@ class SocketDispatcher(LifecycleDispatcher):
     def gap(self) -> str:
         return self._core.gap(self._timers.now())
 
+    def full(self) -> str:
+        return self._core.queue.full(self._core.limits.max_queue)
+
     def flips(self) -> list[dict[str, object]]:
         """Return the latest changes of role, JSON-ready."""
         now = self._timers.now()

@@ -58,6 +58,9 @@ class Noting:
     def gap(self) -> str:
         return ""
 
+    def full(self) -> str:
+        return ""
+
     def drain(self, worker_id: str, timeout_s: float | None) -> None: ...
 
     def flip(self, worker_id: str, role: str, timeout_s: float | None) -> None: ...

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import orjson
@@ -46,10 +46,12 @@ class BackgroundResponses:
         chat: dict[str, Any],
         answer: ResponseAnswer,
         items: Sequence[Item],
+        prefers: str = "",
         *,
         streamed: bool,
     ) -> Response:
-        """Return the queued response, or its stream. Raises StorageFull; InvalidRequest without a store."""
+        """Return the queued response, or its stream. ``prefers``: see ``Call``. Raises StorageFull;
+        InvalidRequest without a store."""
         if self._store is None:
             raise InvalidRequest("background: this server stores no responses; give --responses-file")
         account, headers = account_of(request), dict(request.scope["headers"])
@@ -61,7 +63,8 @@ class BackgroundResponses:
         stored = Stored(id, dict(answer.response), list(items), None, True)
         answer.response["status"] = "in_progress"
         run = _Run(self._store, account, answer, items, deadline)
-        task = asyncio.create_task(run.run(self._dialect, headers, chat))
+        stream = ChatStream(self._dialect.generation, account, headers, chat, prefers=prefers)
+        task = asyncio.create_task(run.run(stream))
         self._running[id] = task, run
         task.add_done_callback(lambda _: self._over(id))
         return self.resume(account.tenant, stored, -1) if streamed else first
@@ -139,11 +142,11 @@ class _Run:
         self._new: list[Event] = []
         self._write_at, self._unwritten = 0.0, False
 
-    async def run(self, dialect: Dialect, headers: Mapping[bytes, bytes], chat: dict[str, Any]) -> None:
+    async def run(self, stream: ChatStream) -> None:
         """Run it to its end, or until it is cancelled."""
         id = self.answer.response["id"]
         try:
-            await self._generate(ChatStream(dialect.generation, self._account, headers, chat))
+            await self._generate(stream)
         except asyncio.CancelledError:
             with contextlib.suppress(ApiError):
                 stops = self.answer.response["status"] in RUNNING  # this process, or the client's wish

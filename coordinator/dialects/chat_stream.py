@@ -58,14 +58,15 @@ class ChatStream:
         headers: Mapping[bytes, bytes],
         body: dict[str, Any],
         endpoint: Endpoint = "/v1/chat/completions",
+        prefers: str = "",
     ) -> None:
         """``headers``: of the request that asks for it. ``body``: the endpoint's; how it streams is set
-        here."""
+        here. ``prefers``: see ``Call``."""
         options = {"include_usage": True, "continuous_usage_stats": True}
         data = orjson.dumps({**body, "stream": True, "stream_options": options})
         kept = {name: headers[name] for name in ASKED_WITH if name in headers}
         self.headers: dict[str, str] = {}  # that the asker's answer repeats
-        self._call = InnerCall(generation, endpoint, data, account, self, kept)
+        self._call = InnerCall(generation, endpoint, data, account, self, kept, prefers)
         self._most = generation.limits.max_buffered_bytes
         self._chunks: deque[bytes] = deque()
         self._num_waiting_bytes = 0

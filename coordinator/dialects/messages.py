@@ -50,6 +50,7 @@ class MessageAnswer:
             self.message["usage"] = _usage(chunk["usage"])
         if not self._begun:
             self._begun = True
+            self.message["model"] = chunk.get("model", self.message["model"])  # a route's is known now
             yield {"type": "message_start", "message": {**self.message, "content": []}}
         for choice in chunk["choices"]:
             yield from self._feed_delta(choice["delta"])
@@ -165,4 +166,4 @@ class MessagesRoutes:
 
     async def _count_tokens(self, request: Request) -> Response:
         asked = await self._dialect.read(request, CountTokensRequest)
-        return json_response({"input_tokens": len(await self._dialect.prompt_ids(asked.for_chat()))})
+        return json_response({"input_tokens": len(await self._dialect.prompt_ids(request, asked.for_chat()))})

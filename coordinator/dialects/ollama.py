@@ -74,17 +74,17 @@ class OllamaRoutes:
 
     async def _chat(self, request: Request) -> Response:
         asked = await self._dialect.read(request, OllamaChatRequest)
-        answer = OllamaAnswer(asked.model, generates=False)
+        answer = self._answer(asked, generates=False)
         if not asked.messages:
             return self._load(asked, answer)
-        return await self._respond(request, asked, self._bounded(asked), answer)
+        return await self._respond(request, asked, self._bounded(request, asked), answer)
 
     async def _generate(self, request: Request) -> Response:
         asked = await self._dialect.read(request, OllamaGenerateRequest)
-        answer = OllamaAnswer(asked.model, generates=True)
+        answer = self._answer(asked, generates=True)
         if not asked.prompt and not asked.images:
             return self._load(asked, answer)
-        body = await self._raw(asked) if asked.raw else self._bounded(asked)
+        body = await self._raw(request, asked) if asked.raw else self._bounded(request, asked)
         return await self._respond(request, asked, body, answer)
 
     async def _respond(
@@ -93,26 +93,34 @@ class OllamaRoutes:
         stream = await self._dialect.begin(request, body, COMPLETIONS if "prompt" in body else CHAT)
         return await self._dialect.respond(request, stream, answer, streamed=asked.stream is not False)
 
+    def _answer(self, asked: OllamaRequest, *, generates: bool) -> OllamaAnswer:
+        is_route = asked.model.removesuffix(LATEST) in self._servings.models.routes
+        return OllamaAnswer(asked.model, is_route=is_route, generates=generates)
+
     def _load(self, asked: OllamaRequest, answer: OllamaAnswer) -> Response:
         """Answer a request that only wants the model loaded."""
         self._model(asked.model)
         return json_response(answer.loaded())
 
-    def _bounded(self, asked: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
+    def _bounded(self, request: Request, asked: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
         """Return a chat's body without a bound of new tokens that no answer reaches: Ollama takes any
         number."""
         chat = asked.for_chat()
         with suppress(ApiError):  # a name that is unknown is refused, and counted, where it is asked
-            if (chat["max_completion_tokens"] or 0) >= self._model(asked.model).max_model_len:
+            most = chat["max_completion_tokens"] or 0
+            if most and most >= self._dialect.model_of(request, chat).max_model_len:
                 chat["max_completion_tokens"] = None
         return chat
 
-    async def _raw(self, asked: OllamaGenerateRequest) -> dict[str, Any]:
+    async def _raw(self, request: Request, asked: OllamaGenerateRequest) -> dict[str, Any]:
         """Return a completion's body: up to the context's end where the client gives no bound."""
         body = asked.for_completion()
-        token_ids = await self._dialect.prompt_ids(body, COMPLETIONS)
-        room = self._model(asked.model).max_model_len - len(token_ids)
-        return {**body, "prompt": token_ids, "max_tokens": min(body["max_tokens"] or room, room)}
+        token_ids = await self._dialect.prompt_ids(request, body, COMPLETIONS)
+        model = self._dialect.model_of(request, body, COMPLETIONS)
+        room = model.max_model_len - len(token_ids)
+        is_route = body["model"] in self._servings.models.routes  # another of its models may be the one
+        prompt = body["prompt"] if is_route else token_ids
+        return {**body, "prompt": prompt, "max_tokens": min(body["max_tokens"] or room, room)}
 
     async def _show(self, request: Request) -> Response:
         asked = await self._dialect.read(request, ShowRequest)
@@ -141,16 +149,16 @@ class OllamaRoutes:
         )
 
     async def _tags(self, request: Request) -> Response:
-        models = self._servings.models.all
-        return json_response({"models": [card(model, name) for model in models for name in model.listed()]})
+        listed = self._servings.models.listed()
+        return json_response({"models": [card(model, name) for name, model in listed]})
 
     async def _loaded(self, request: Request) -> Response:
-        ready = [serving.model for serving in self._servings.all if serving.dispatcher.ready()]
+        ready = {one.model.name for one in self._servings.all if one.dispatcher.ready()}
         more = {"expires_at": NEVER, "size_vram": 0}
         loaded = [
             {**card(model, name), **more, "context_length": model.max_model_len}
-            for model in ready
-            for name in model.listed()
+            for name, model in self._servings.models.listed()
+            if model.name in ready
         ]
         return json_response({"models": loaded})
 
@@ -171,9 +179,10 @@ async def lines_of(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
 class OllamaAnswer:
     """One answer. ``feed`` takes the chunks of the chat or the completion behind it."""
 
-    def __init__(self, model: str, *, generates: bool) -> None:
-        """``model``: the name that the client gave. ``generates``: in the form of /api/generate."""
-        self._model, self._generates = model, generates
+    def __init__(self, model: str, *, generates: bool, is_route: bool = False) -> None:
+        """``model``: the name that the client gave; if it is a route's, answers have that of the route's
+        model. ``generates``: in the form of /api/generate."""
+        self._model, self._is_route, self._generates = model, is_route, generates
         self._text, self._thought = list[str](), list[str]()
         self._calls: list[dict[str, Any]] = []
         self._growing: dict[str, Any] | None = None  # a call whose arguments still come, as text
@@ -183,6 +192,7 @@ class OllamaAnswer:
 
     def feed(self, chunk: dict[str, Any]) -> Iterator[Event]:
         """Yield the parts of one chunk."""
+        self._model = chunk["model"] if self._is_route else self._model
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk["choices"]:
             delta = choice["delta"] if "delta" in choice else {"content": choice["text"]}

@@ -66,14 +66,17 @@ class ResponsesRoutes:
     async def create(self, request: Request) -> Response:
         """Answer a POST. Raises ApiError."""
         asked = await self._dialect.read(request, ResponsesRequest)
-        items, chat = await self._chat_of(request, asked)
+        prefers = await self._answered_before(request, asked)
+        items, chat = await self._chat_of(request, asked, prefers)
         name = self._models.shown_name(asked.model)
         answer = ResponseAnswer(f"resp_{secrets.token_hex(24)}", asked, name)
         if self._store is None:
             answer.response["store"] = False
         if asked.background:
-            return await self.background.begin(request, chat, answer, items, streamed=bool(asked.stream))
-        stream = await self._dialect.begin(request, chat)
+            return await self.background.begin(
+                request, chat, answer, items, prefers, streamed=bool(asked.stream)
+            )
+        stream = await self._dialect.begin(request, chat, prefers=prefers)
         if not asked.stream:
             await while_connected(request, read_whole(stream, answer))
             await self._save(request, answer, items)
@@ -85,8 +88,9 @@ class ResponsesRoutes:
 
     async def _count(self, request: Request) -> Response:
         asked = await self._dialect.read(request, CountInputRequest)
-        model = self._models.of(asked.model)
-        _, chat = await self._chat_of(request, asked)
+        prefers = await self._answered_before(request, asked)
+        _, chat = await self._chat_of(request, asked, prefers)
+        model = self._dialect.model_of(request, chat, prefers=prefers)
         count = await model.tokenizer.aside(lambda: _num_tokens(chat, model))
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -135,7 +139,17 @@ class ResponsesRoutes:
 
     # --- a request's conversation ------------------------------------------------------------------
 
-    async def _chat_of(self, request: Request, asked: CountInputRequest) -> tuple[list[Item], dict[str, Any]]:
+    async def _answered_before(self, request: Request, asked: CountInputRequest) -> str:
+        """Return the model of the response that a route's request continues; empty: it continues none.
+        Raises NotFound."""
+        if (previous := asked.previous_response_id) is None or asked.model not in self._models.routes:
+            return ""
+        stored = await self._stored_ones("previous_response_id").found(account_of(request).tenant, previous)
+        return str(stored.response["model"])
+
+    async def _chat_of(
+        self, request: Request, asked: CountInputRequest, prefers: str
+    ) -> tuple[list[Item], dict[str, Any]]:
         """Return the new items and the chat completion's body. Raises InvalidRequest or NotFound."""
         tenant, earlier = account_of(request).tenant, list[Item]()
         if (previous := asked.previous_response_id) is not None:
@@ -143,7 +157,8 @@ class ResponsesRoutes:
         items = await self._resolved(tenant, items_of(asked.input or []), earlier)
         chat = asked.for_chat([*earlier, *items])
         if asked.truncation == "auto":
-            model, every = self._models.of(asked.model), [*earlier, *items]
+            model = self._dialect.model_of(request, chat, prefers=prefers)
+            every = [*earlier, *items]
             chat = await model.tokenizer.aside(lambda: _shortened(asked, every, chat, model))
         return items, chat
 

@@ -54,6 +54,7 @@ class ResponseAnswer:
 
     def feed(self, chunk: dict[str, Any]) -> Iterator[Event]:
         """Yield the events of one chunk."""
+        self.response["model"] = chunk.get("model", self.response["model"])  # a route's is known now
         if not self._next_number:
             yield from self.begin()
         if chunk.get("usage"):

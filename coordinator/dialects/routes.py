@@ -12,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from ..errors import ApiError, WrongField
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
+from ..generate.conversation import model_for
 from ..generate.plan import parse_generating
 from ..generate.prompts import prompts_of
 from ..generate.resumption import LAST_ID_HEADER
@@ -19,6 +20,7 @@ from ..http.answers import account_of
 from ..http.body import check_is_json, held_body
 from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
+from ..text.served_model import ServedModel
 from ..validation import validated
 from .chat_stream import ChatStream, while_connected
 
@@ -84,11 +86,13 @@ class Dialect:
         self._unknown.note(asked.unknown_fields())
         return asked
 
-    async def begin(self, request: Request, chat: dict[str, Any], endpoint: Endpoint = CHAT) -> ChatStream:
-        """Ask for the completion; return once its first chunk is there. Raises ApiError or
-        ClientGone."""
+    async def begin(
+        self, request: Request, chat: dict[str, Any], endpoint: Endpoint = CHAT, prefers: str = ""
+    ) -> ChatStream:
+        """Ask for the completion; return once its first chunk is there. ``prefers``: see ``Call``. Raises
+        ApiError or ClientGone."""
         headers = dict(request.scope["headers"])
-        stream = ChatStream(self.generation, account_of(request), headers, chat, endpoint)
+        stream = ChatStream(self.generation, account_of(request), headers, chat, endpoint, prefers)
         try:
             await while_connected(request, stream.begin())
         except ApiError as error:
@@ -98,9 +102,21 @@ class Dialect:
             raise
         return stream
 
-    async def prompt_ids(self, body: dict[str, Any], endpoint: Endpoint = CHAT) -> Sequence[int]:
+    def model_of(
+        self, request: Request, body: dict[str, Any], endpoint: Endpoint = CHAT, prefers: str = ""
+    ) -> ServedModel:
+        """Return the model that a completion's body is for. Raises as ``ServedModels.of``."""
+        models, name = self.generation.models, body.get("model")
+        if name not in models.routes:
+            return models.of(name)
+        asked = parse_generating(endpoint, orjson.dumps(body))
+        return model_for(models, asked, dict(request.scope["headers"]), prefers)
+
+    async def prompt_ids(
+        self, request: Request, body: dict[str, Any], endpoint: Endpoint = CHAT
+    ) -> Sequence[int]:
         """Return the tokens of the one prompt of a completion's body. Raises InvalidRequest."""
-        data, model = orjson.dumps(body), self.generation.models.of(body.get("model"))
+        data, model = orjson.dumps(body), self.model_of(request, body, endpoint)
         (prompt,) = await model.tokenizer.aside(lambda: prompts_of(parse_generating(endpoint, data), model))
         return prompt.token_ids
 

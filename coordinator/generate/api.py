@@ -26,23 +26,26 @@ from ..metrics.body_log import NAME as BODY_LOG
 from ..metrics.body_log import BodyLog
 from ..metrics.metrics import Metrics
 from ..metrics.request_trace import begin_trace
+from ..metrics.route_collector import RouteCounts
 from ..serving import Servings
 from ..tenants.buckets import Shortage
 from ..tenants.limits import Account
 from ..tenants.tenancy import Admission, Tenancy, estimated_tokens, headers_of, refusal_of
+from .arrivals import Arrivals
 from .bodies.fields import UnknownFields
-from .costly import CostlyPlanner
+from .conversation import AskedRequest, decide
+from .costly import CostlyPlanner, Known
 from .exchange import HttpExchange
-from .plan import AskedRequest, Planner, RequestPlan, parse
+from .plan import Planner, RequestPlan, parse
 from .reader.body_reader import BodyReader
 from .request_ids import HEADER, RequestIds, client_id
 from .resumption import IdempotencyKey
+from .shadows import NAME as SHADOWS
+from .shadows import Shadows
 
 SWEEP_EVERY_S = 1.0
 OVERDUE_S = 5.0
 """Seconds after its deadline at which a response is ended here, should the lifecycle have failed to."""
-MAX_PER_TURN = 32
-"""Requests that are handled before streams are served again: some milliseconds."""
 TOO_MANY_PROMPTS = (
     "The prompts of the requests that wait and run take as much memory as they may (it grows with "
     "--max-body-mib); try again soon."
@@ -74,7 +77,7 @@ class GenerationApi:
         self.proxies = proxies or TrustedProxies()
         self.overload = overload or Overload()
         self.bodies, self.tracing, self.times_tokens = bodies, tracing, times_tokens
-        self.reader = BodyReader(self.models.all, limits, self.overload)
+        self.reader = BodyReader(self.models, limits, self.overload)
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None  # the answer to every new request; None: they are served
         self._tenancy = tenancy or Tenancy()
@@ -84,7 +87,9 @@ class GenerationApi:
         self._costly = CostlyPlanner(self.reader, self._tenancy.limiter)
         self.preparing: set[asyncio.Task[None]] = set()
         self._ids = RequestIds()
-        self._arrived: list[tuple[Call, float]] = []  # complete calls, and when: monotonic seconds
+        self.handle = Arrivals(self._handle_arrived).add
+        self.route_counts = RouteCounts()
+        self.shadows = Shadows(servings, self.route_counts, self.metrics.failures)
         self._sweep: asyncio.TimerHandle | None = None  # set while anything is open
 
     def opened(self, call: Call) -> None:
@@ -92,12 +97,6 @@ class GenerationApi:
 
     def account_of(self, call: Call) -> Account:
         return self._tenancy.directory.account(call.headers.get(b"authorization", b""))
-
-    def handle(self, call: Call) -> None:
-        """Handle the call with the next turn of the loop, together with all others that have come by then."""
-        if not self._arrived:
-            asyncio.get_running_loop().call_soon(self._handle_arrived)
-        self._arrived.append((call, monotonic()))
 
     def refuse(self, call: Call, error: ApiError, id: str = "", metrics: Metrics | None = None) -> None:
         """Answer with an error as the whole response, under this id or a new one; ``metrics``: its model."""
@@ -123,11 +122,18 @@ class GenerationApi:
         elif call.gone:
             self.metrics.request_ended(call.endpoint, "cancelled")  # there is no exchange yet that counts it
 
-    def _handle_arrived(self) -> None:
+    def _handle_arrived(self, arrived: list[tuple[Call, float]]) -> None:
         """Take all calls through one stage before the next: with warm caches that saves a third of the
-        time."""
-        arrived = self._next_arrived()
+        time. A route's go one by one, for each may take the last room of a model."""
         parsed = [(c, r, at) for c, at in arrived if (r := self._stage(c, None, self._parse, c, at))]
+        if routes := self.models.routes:
+            alone = [each for each in parsed if each[1].model in routes]
+            parsed = [each for each in parsed if each[1].model not in routes]
+            for each in alone:
+                self._submit([each])
+        self._submit(parsed)
+
+    def _submit(self, parsed: list[tuple[Call, AskedRequest, float]]) -> None:
         planned = [
             (c, plan, at)
             for c, asked, at in parsed
@@ -137,18 +143,6 @@ class GenerationApi:
         for call, exchange in opened:
             if exchange is not None:
                 self._stage(call, exchange.plan, self._admit, call, exchange)
-
-    def _next_arrived(self) -> list[tuple[Call, float]]:
-        """Take as many calls as one turn of the loop may handle: streams are served between two turns."""
-        count = num_bytes = 0
-        for call, _ in self._arrived[:MAX_PER_TURN]:
-            if count and num_bytes + len(call.body) > LARGE_BODY_BYTES:
-                break
-            count, num_bytes = count + 1, num_bytes + len(call.body)
-        arrived, self._arrived = self._arrived[:count], self._arrived[count:]
-        if self._arrived:
-            asyncio.get_running_loop().call_soon(self._handle_arrived)
-        return arrived
 
     def _stage(self, call: Call, asked: _Asked, work: Callable[..., T], *inputs: Any) -> T | None:
         """Return what ``work`` makes of the inputs; None if the client has gone or the call was refused."""
@@ -173,22 +167,22 @@ class GenerationApi:
 
     def _plan(self, call: Call, request: AskedRequest, arrival: float) -> RequestPlan | None:
         """Return None if planning takes long: then a thread does it."""
+        route = decide(self.models, request, call.headers, call.prefers) if self.models.routes else ""
         (serving := self.servings.of(request.model)).require_workers()
         planner = self._planners[serving.model.name]
         if planner.is_quick(request):
-            return planner.plan(request, call.headers, call.account.priority_class)
-        self._set_aside(call, (request, planner), arrival)
+            plan = planner.plan(request, call.headers, call.account.priority_class)
+            return plan._replace(route=route) if route else plan
+        self._set_aside(call, (request, planner, route), arrival)
         return None
 
-    def _set_aside(self, call: Call, known: tuple[AskedRequest, Planner] | None, arrival: float) -> None:
+    def _set_aside(self, call: Call, known: Known | None, arrival: float) -> None:
         """Plan a costly request aside, then submit it. ``known``: see ``CostlyPlanner.plan``."""
         task = asyncio.get_running_loop().create_task(self._prepare_aside(call, known, arrival))
         self.preparing.add(task)
         task.add_done_callback(self.preparing.discard)
 
-    async def _prepare_aside(
-        self, call: Call, known: tuple[AskedRequest, Planner] | None, arrival: float
-    ) -> None:
+    async def _prepare_aside(self, call: Call, known: Known | None, arrival: float) -> None:
         limiter = self._tenancy.limiter
         asked: _Asked = None if known is None else known[0]
         try:
@@ -196,7 +190,7 @@ class GenerationApi:
             asked = plan
             try:
                 if known is None:
-                    self.servings.of(plan.model).require_workers()
+                    self.servings.of(plan.model).require_workers(plan.route)
                 if call.gone:
                     raise ClientGone
                 exchange = self._open(call, plan, arrival)
@@ -264,6 +258,9 @@ class GenerationApi:
             call.responder = self.open[call] = exchange
             self.metrics.num_open -= 1
             exchange.serving.metrics.num_open += 1
+            if route := exchange.plan.route:
+                self.route_counts.requests[route, exchange.plan.model] += 1
+                self.metrics.failures.call(SHADOWS, self.shadows.begin, exchange)
             if self._sweep is None:
                 self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._look_after_open)
             if (meter := self._tenancy.meter) is not None:

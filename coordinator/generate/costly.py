@@ -9,9 +9,13 @@ from collections.abc import Callable
 from ..http.call import Call
 from ..tenants.buckets import Shortage
 from ..tenants.tenancy import Admission, Answer, Limiter, refusal_of
-from .plan import PLAN_HEADERS, AskedRequest, Planner, RequestPlan
+from .conversation import AskedRequest
+from .plan import PLAN_HEADERS, Planner, RequestPlan
 from .prompts import has_images
 from .reader.body_reader import BodyReader
+
+Known = tuple[AskedRequest, Planner, str]
+"""A request that is parsed, its model's planner, and the route by which it came (empty: none)."""
 
 
 class CostlyPlanner:
@@ -20,13 +24,11 @@ class CostlyPlanner:
     def __init__(self, reader: BodyReader, limiter: Limiter) -> None:
         self._reader, self._limiter = reader, limiter
 
-    async def plan(
-        self, call: Call, known: tuple[AskedRequest, Planner] | None
-    ) -> tuple[RequestPlan, Admission]:
+    async def plan(self, call: Call, known: Known | None) -> tuple[RequestPlan, Admission]:
         """Return the plan, and the admission of one request of one token so far. Raises ApiError.
 
-        ``known``: None if the body is not parsed yet, else the request and its model's planner. Chats with
-        images are read by the reader's process: one takes seconds, and other prompts wait for the threads.
+        ``known``: None if the body is not parsed yet. Chats with images are read by the reader's process: one
+        takes seconds, and other prompts wait for the threads.
         """
         if known is not None and has_images(known[0]):
             known = None
@@ -34,11 +36,16 @@ class CostlyPlanner:
         own_class = call.account.priority_class
         try:
             if known is not None:
-                request, planner = known
+                request, planner, route = known
                 aside = planner.model.tokenizer.aside
-                return await aside(lambda: planner.plan(request, call.headers, own_class)), admission
+                plan = await aside(lambda: planner.plan(request, call.headers, own_class))
+                return plan._replace(route=route), admission
             headers = {name: call.headers[name] for name in PLAN_HEADERS if name in call.headers}
-            return await self._reader.read("plan", call.body, call.endpoint, headers, own_class), admission
+            how = call.endpoint, headers, own_class, call.prefers
+            read: RequestPlan = await self._reader.read("plan", call.body, *how)
+            if read.route and self._reader.refuses(read.model):  # since its reading began
+                read = await self._reader.read("plan", call.body, *how)
+            return read, admission
         except BaseException:
             self._limiter.settle(admission, 0)
             raise

@@ -25,6 +25,7 @@ from .bodies.completion import CompletionRequest
 from .bodies.fields import MAX_UNKNOWN
 from .bodies.sampling import OnTimeout, ServiceTier
 from .chat_reading import ChatReading
+from .conversation import SESSION_HEADER, AskedRequest, header_of, session_of
 from .grammar import GrammarCheck, grammar_for, with_rules
 from .prompts import GenerateRequest, Prompt, is_long, num_choices, prompts_of
 from .request_sampling import sampling_of, seed_of
@@ -33,7 +34,7 @@ from .rerank_prompts import PROMPT_BODIES, PromptForm, PromptRequest, prompt_for
 if TYPE_CHECKING:  # else the reader's process would import the HTTP server
     from ..http.call import Endpoint
 
-TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER = b"x-request-timeout", b"x-on-timeout", b"x-session-id"
+TIMEOUT_HEADER, ON_TIMEOUT_HEADER = b"x-request-timeout", b"x-on-timeout"
 PLAN_HEADERS = (TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER)
 """The headers that a plan depends on."""
 MANY_CHOICES = 64  # of one request, made in one turn of the loop: 4096 take 25 ms
@@ -47,7 +48,6 @@ CLASS_TIERS: dict[PriorityClass, ServiceTier] = {
 """The tier that an answer names."""
 MAX_READ = 256  # prompts; a quarter of the queue that the coordinator has by default
 NO_HEAD = "The model {!r} has no head (lm_head), and serves nothing but /v1/embeddings."
-AskedRequest = GenerateRequest | PromptRequest
 _RANKS: dict[PriorityClass, int] = {"premium": 0, "standard": 1, "free": 2, "batch": 3}
 
 
@@ -92,6 +92,7 @@ class RequestPlan(NamedTuple):
     unknown_fields: Sequence[str]
     adapter: str = ""  # the content that ``model`` stands for, once the request is opened
     prompt_form: PromptForm | None = None  # None: tokens are wanted
+    route: str = ""  # the name that the client gave, where it is a route's
 
     @property
     def adapter_name(self) -> str:
@@ -246,7 +247,7 @@ class Planner:
             priority_class=priority_class,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
-            session=_header(headers, SESSION_HEADER)[:512] or request.prompt_cache_key or request.user or "",
+            session=session_of(request, headers),
             unknown_fields=[name[:64] for name in request.unknown_fields()[:MAX_UNKNOWN]],
         )
 
@@ -287,13 +288,9 @@ def on_timeout_of(request: GenerateRequest, headers: Mapping[bytes, bytes]) -> O
     and ``length`` for others, whose SDK may refuse a word it does not know. Raises InvalidRequest.
     """
     name = ON_TIMEOUT_HEADER.decode()
-    asked = request.on_timeout or _header(headers, ON_TIMEOUT_HEADER)
+    asked = request.on_timeout or header_of(headers, ON_TIMEOUT_HEADER)
     if not asked:
         return "timeout" if request.timeout is not None or TIMEOUT_HEADER in headers else "length"
     if asked not in get_args(OnTimeout):
         raise WrongField(name, f"{asked[:40]!r} is none of {', '.join(get_args(OnTimeout))}")
     return cast(OnTimeout, asked)
-
-
-def _header(headers: Mapping[bytes, bytes], name: bytes) -> str:
-    return headers.get(name, b"").decode("latin-1")

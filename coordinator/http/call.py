@@ -106,7 +106,7 @@ class Call:
     __slots__ = (
         "_begun", "_buffer", "_chunked", "_completed", "_connection", "_cors", "_flow", "_handler", "_held",
         "_last", "_parts", "_transport", "_wants_continue", "_whole", "account", "disconnected", "endpoint",
-        "gone", "headers", "keep_alive", "method", "responder", "response_complete",
+        "gone", "headers", "keep_alive", "method", "prefers", "responder", "response_complete",
     )  # fmt: skip
 
     message_event: ClassVar[_IgnoredEvent] = _IgnoredEvent()
@@ -131,6 +131,7 @@ class Call:
         self.method = method
         self.headers = headers
         self.account: Account = ANONYMOUS
+        self.prefers = ""  # the model that has answered this conversation before; empty: not known
         self.responder: Responder | None = None
         self._connection = connection
         self._handler = handler

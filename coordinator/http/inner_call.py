@@ -36,11 +36,12 @@ class InnerCall(Call):
         account: Account,
         listener: Listener,
         headers: Mapping[bytes, bytes],
+        prefers: str = "",
     ) -> None:
         self.endpoint, self.method, self.headers, self.account = endpoint, "POST", headers, account
         self.gone = self.response_complete = False
         self.responder = None
-        self._handler, self._listener = handler, listener
+        self._handler, self._listener, self.prefers = handler, listener, prefers
         self._parts, self._held = bytearray(body), len(body)
         self._completed = False
 

@@ -141,3 +141,8 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
             error.errno, f"cannot listen on {host}:{port}: {error.strerror}; choose another host or port"
         ) from error
     return sock
+
+
+def admin_server(app: App, host: str, port: int, tls: TlsFiles | None = None) -> ListeningServer:
+    """Bind at once. Raises OSError. ``app`` checks the caller."""
+    return ListeningServer(app, bind(host, port), tls)

@@ -64,9 +64,8 @@ class _Admission:
 
     def refuse(self, request: Request, now: float) -> Ended | None:
         """Return the terminal event of a request that is not admitted; None: it is."""
-        if len(self._queue) >= self._limits.max_queue:
-            message = f"{len(self._queue)} requests are waiting already"
-            return Ended(error="overloaded", message=message, retry_after_s=1.0)
+        if full := self._queue.full(self._limits.max_queue):
+            return Ended(error="overloaded", message=full, retry_after_s=1.0)
         num_tokens, longest = len(request.prompt_token_ids), self._pools.max_sequence_tokens
         if num_tokens > longest - 1 and request.sampling.max_tokens > 0:
             room = f"the workers have room for {longest - 1} and one answer token"

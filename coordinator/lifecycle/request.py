@@ -268,6 +268,10 @@ class Dispatcher(Protocol):
         """Return why new requests are refused now ("no decode worker is connected"); empty where they are
         accepted."""
 
+    def full(self) -> str:
+        """Return why any new request is refused now for want of room ("1024 requests are waiting already");
+        empty where it may be accepted."""
+
     def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
         """Have a worker leave: it gets no new work and hands over what it runs. Returns what it holds,
         JSON-ready; None: there is no such worker."""

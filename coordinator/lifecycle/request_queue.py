@@ -68,6 +68,10 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def full(self, most: int) -> str:
+        """Return why no request may join, as a sentence; empty while fewer than ``most`` wait."""
+        return f"{len(self)} requests are waiting already" if len(self) >= most else ""
+
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._entries))
 

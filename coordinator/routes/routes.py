@@ -28,6 +28,7 @@ from ..errors import (
 from ..full_disk import is_full
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import UnknownFields
+from ..generate.conversation import page_model
 from ..generate.token_pages import DetokenizeRequest, TextRequest, TokenizeRequest, detokenized, tokenized
 from ..http.answers import error_response, json_response
 from ..http.body import ClientGone, held_body
@@ -35,7 +36,7 @@ from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
 from ..metrics.metrics import CONTENT_TYPE, Scrape
 from ..serving import Serving
-from ..text.served_model import ServedModel
+from ..text.served_model import ServedModel, ServedModels
 from ..validation import validated
 from .health import Health
 from .openapi import document
@@ -75,12 +76,14 @@ class OrdinaryRoutes:
         return app
 
     async def _models(self, request: Request) -> Response:
-        cards = [_model_card(model, name) for model in self._servings.models.all for name in model.listed()]
+        models = self._servings.models
+        cards = [_model_card(models, model, name) for name, model in models.listed()]
         return json_response({"object": "list", "data": cards})
 
     async def _one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        return json_response(_model_card(self._servings.models.of(name), name))
+        models = self._servings.models
+        return json_response(_model_card(models, models.of(name), name))
 
     async def _tokenize(self, request: Request) -> Response:
         return await self._page(request, "tokenize", TokenizeRequest, tokenized)
@@ -104,7 +107,7 @@ class OrdinaryRoutes:
             else:
                 asked = validated(kind, body)
                 self._unknown.note(asked.unknown_fields())
-                model = self._servings.models.of(asked.model)
+                model = page_model(self._servings.models, asked)
                 if isinstance(asked, TokenizeRequest) and asked.has_images:
                     text = await self._generation.reader.read(work, body)
                 else:
@@ -146,15 +149,19 @@ def _state(serving: Serving) -> dict[str, Any]:
     return {**serving.dispatcher.snapshot(), "steering": serving.system().steering}
 
 
-def _model_card(model: ServedModel, name: str) -> dict[str, Any]:
+def _model_card(models: ServedModels, model: ServedModel, name: str) -> dict[str, Any]:
+    """A route has the longest context that all its models have."""
+    route = models.routes.get(name)
+    own = name in model.names or route is not None
+    may_answer = [model] if route is None else [models.own[target] for target in route.targets]
     return {
         "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "splitserve",
-        "max_model_len": model.max_model_len,
-        "root": model.name if name in model.names else name,
-        "parent": None if name in model.names else model.name,
+        "max_model_len": min(each.max_model_len for each in may_answer),
+        "root": model.name if own else name,
+        "parent": None if own else model.name,
     }
 
 

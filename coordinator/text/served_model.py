@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -12,11 +12,21 @@ from typing import Annotated, Any
 from msgspec import Meta, ValidationError, convert
 
 from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
-from ..errors import RETRY_AFTER_S, CannotStart, InvalidRequest, NotFound, Unavailable, WrongField
+from ..errors import (
+    RETRY_AFTER_S,
+    ApiError,
+    CannotStart,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+    WrongField,
+    on_route,
+)
 from ..images.rules import ImageRules, NoImages, image_rules
 from ..lifecycle.adapters import AdapterNames
 from .chat_template import ChatTemplate
 from .embeddings import EmbeddingRules
+from .model_route import ModelRoute
 from .reranking import RerankRules
 from .tokenizer import Tokenizer, read_json
 
@@ -184,29 +194,55 @@ class ServedModel:
 
 
 class ServedModels:
-    """The models of one server. A request that names none means the first."""
+    """The models of one server, and the routes to them. A request that names none means the first."""
 
-    def __init__(self, models: Iterable[ServedModel]) -> None:
+    def __init__(
+        self,
+        models: Iterable[ServedModel],
+        refusal: Callable[[ServedModel], ApiError | None] = lambda _: None,
+    ) -> None:
+        """``refusal``: the error that a new request for this model would get now; None: it is taken."""
         self.all = tuple(models)
         self.first = self.all[0]
+        self.routes: Mapping[str, ModelRoute] = {}
+        """By name; replaced as a whole."""
+        self.refusal = refusal
+        self.own = {name: model for model in self.all for name in model.names}
+        """By each name, without adapters and routes."""
 
-    def listed(self) -> list[str]:
-        """Return all names that requests may give now."""
-        return [name for model in self.all for name in model.listed()]
+    def listed(self) -> Iterator[tuple[str, ServedModel]]:
+        """Yield all names that requests may give now, with their models; a route's has its largest share."""
+        for model in self.all:
+            yield from ((name, model) for name in model.listed() if name not in self.routes)
+        for route in self.routes.values():
+            yield route.name, self.own[route.main]
+
+    def chosen(self, name: str, key: str, prefers: str = "") -> tuple[ServedModel, ApiError | None]:
+        """Return the model that a route has for a request: the first that can take it, in the order of
+        ``ModelRoute.order``. Where none can: the first of all, and its error."""
+        found: tuple[ServedModel, ApiError] | None = None
+        for target in self.routes[name].order(key, prefers):
+            model = self.own[target]
+            if (refusal := self.refusal(model)) is None:
+                return model, None
+            found = found or (model, on_route(name, target, refusal))
+        assert found is not None, "a route has a share"
+        return found
 
     def shown_name(self, name: str | None) -> str:
-        """Return the name that answers have, of a name that may be unknown."""
+        """Return the name that answers have, of a name that may be unknown or a route's."""
         of_name = (model.name for model in self.all if name is None or name in model.names)
         return next(of_name, name or "")
 
     def of(self, name: str | None) -> ServedModel:
-        """Return the model of this name, or that with an adapter of this name. Raises NotFound, or
-        Unavailable where it may be the name of an adapter."""
+        """Return the model of this name, or that with an adapter of this name; of a route the one that
+        describes it. Raises NotFound, or Unavailable where it may be the name of an adapter."""
         if name is None:
             return self.first
-        for model in self.all:
-            if name in model.names:
-                return model
+        if (route := self.routes.get(name)) is not None:
+            return self.own[route.main]
+        if (own := self.own.get(name)) is not None:
+            return own
         for model in self.all:
             if model.adapter(name):
                 return model
@@ -216,7 +252,7 @@ class ServedModels:
                 "some worker has still to report, or none is connected.",
                 retry_after_s=RETRY_AFTER_S,
             )
-        names = self.listed()
+        names = [name for name, _ in self.listed()]
         there_are = ", ".join(map(repr, names[:MAX_LISTED]))
         more = f" and {len(names) - MAX_LISTED} more (GET /v1/models)" if len(names) > MAX_LISTED else ""
         raise NotFound(

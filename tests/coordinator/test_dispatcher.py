@@ -9,6 +9,7 @@ import time
 import pytest
 from msgspec.structs import replace
 from support.adapted_bench import Adapted
+from support.lifecycle_bench import Bench
 
 from splitserve.coordinator.dispatcher import TICK_S
 from splitserve.coordinator.lifecycle.actions import Action
@@ -222,3 +223,19 @@ async def test_adapters_are_logged_as_they_come_and_go_and_shown(caplog: pytest.
         [["poet"], ["poet"], [], []],
     )
     assert state["adapters"] == {"poet": "C"}
+
+
+async def test_room_and_the_queues_end_are_seen_at_once() -> None:
+    """Routes look for a model with room; a shadow's copy is dropped where it would wait."""
+    bench = Bench(max_num_seqs=1, max_queue=1)
+    dispatcher = SocketDispatcher(bench.core, "tcp://127.0.0.1:*", None)
+    states = []
+    for name in ("running", "waiting"):
+        assert dispatcher.full() == ""
+        bench.submit(name)
+        states.append(bench.core.requests[name].state)
+    assert states == ["prefill", "queue"]
+    assert dispatcher.full() == "1 requests are waiting already"
+    dispatcher.cancel("waiting")
+    assert dispatcher.full() == ""
+    dispatcher.stop()

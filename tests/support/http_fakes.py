@@ -105,6 +105,8 @@ class FakeDispatcher:
     fail_after: tuple[int, Ended] | None = None  # tokens, then this end
     workers: bool = True
     is_ready: bool = True
+    is_full: bool = False
+    queues: bool = False  # nothing can begin at once
     hold: bool = False  # do not start anything
     step_s: float = 0.0
     tokens_per_flush: int = 1
@@ -116,10 +118,12 @@ class FakeDispatcher:
 
     def submit(self, request: Request) -> None:
         self.requests.append(request)
-        refusal = self.refuse(request)
+        refusal = Ended(error="overloaded", message=self.full()) if self.is_full else self.refuse(request)
         if refusal is not None:
             request.sink.end(refusal)
             return
+        if not self.queues:
+            request.state = "prefill"
         self.running[request.request_id] = asyncio.get_running_loop().create_task(self._generate(request))
         self.changed.set()
 
@@ -194,6 +198,9 @@ class FakeDispatcher:
 
     def gap(self) -> str:
         return "" if self.workers else "no worker is connected"
+
+    def full(self) -> str:
+        return "9 requests are waiting already" if self.is_full else ""
 
     def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
         self.drained.append((worker_id, timeout_s))

@@ -12,15 +12,16 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import ApiError, Overloaded, Unavailable
 from ...http.limits import HttpLimits
 from ...lifecycle.adapters import AdapterNames
-from ...text.served_model import ServedModel
+from ...text.model_route import ModelRoute
+from ...text.served_model import ServedModels
 
 if TYPE_CHECKING:  # it imports Prometheus' client, which the reader's process starts without
     from ...http.overload import Overload
@@ -31,10 +32,20 @@ ANSWER_TIMEOUT_S = 120.0
 _log = logging.getLogger(__name__)
 
 
+class Present(NamedTuple):
+    """What changes while the processes run; it goes with each body."""
+
+    of_workers: Sequence[tuple[int, AdapterNames]]
+    """By model: tokens that every worker holds; the adapters they have."""
+    routes: Mapping[str, ModelRoute]
+    refusals: Sequence[ApiError | None]
+    """By model: the error that new requests get; empty where there are no routes."""
+
+
 class BodyReader:
     """Starts its processes when they are first needed; each is some 100 MB. Methods are the loop's."""
 
-    def __init__(self, models: Sequence[ServedModel], limits: HttpLimits, overload: Overload) -> None:
+    def __init__(self, models: ServedModels, limits: HttpLimits, overload: Overload) -> None:
         self._models, self._limits, self._overload = models, limits, overload
         self._pickled = b""
         num_processes = min(MOST_PROCESSES, max(1, (os.cpu_count() or 1) // 2))
@@ -54,8 +65,7 @@ class BodyReader:
         if not self._overload.take("tokenizer_bytes", len(body)):
             raise Overloaded("Too many large requests are being read; try again soon.", retry_after_s=1)
         try:
-            of_workers = [(model.workers_hold(), model.adapters()) for model in self._models]
-            future = self._threads.submit(self._ask, work, (of_workers, *arguments), body)
+            future = self._threads.submit(self._ask, work, (self._present(), *arguments), body)
             answer = await asyncio.wrap_future(future)
         finally:
             self._overload.give_back("tokenizer_bytes", len(body))
@@ -66,6 +76,15 @@ class BodyReader:
         finally:
             # else the error, by its traceback, would hold both until the collector finds them
             del answer, body
+
+    def refuses(self, model: str) -> bool:
+        """Whether the model of this name can take nothing now."""
+        return self._models.refusal(self._models.of(model)) is not None
+
+    def _present(self) -> Present:
+        models = self._models
+        refusals = [models.refusal(model) for model in models.all] if models.routes else []
+        return Present([(m.workers_hold(), m.adapters()) for m in models.all], models.routes, refusals)
 
     def close(self) -> None:
         """Ends the processes, in the middle of a body too."""
@@ -97,7 +116,7 @@ class BodyReader:
 
     def _start(self) -> _Process:
         if not self._pickled:  # without what workers have, which changes: that is sent with each body
-            models = [replace(model, workers_hold=int, adapters=AdapterNames) for model in self._models]
+            models = [replace(model, workers_hold=int, adapters=AdapterNames) for model in self._models.all]
             self._pickled = pickle.dumps((models, self._limits))
         process = _Process(self._pickled)
         self._all.add(process)

@@ -26,10 +26,11 @@ from ...lifecycle.request import PriorityClass
 from ...text.served_model import ServedModel, ServedModels
 from ...validation import validated
 from ..bodies.fields import Body
+from ..conversation import decide, page_model
 from ..plan import Planner, RequestPlan, parse
 from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from .allocator import give_memory_back, trimmer
-from .body_reader import receive, send
+from .body_reader import Present, receive, send
 from .websocket_message import parsed_message, with_stream
 
 if TYPE_CHECKING:  # it imports the HTTP server, which the reader's process starts without
@@ -51,21 +52,39 @@ class Work:
     """What the process can be asked for, by name. All methods raise ApiError."""
 
     def __init__(self, models: Sequence[ServedModel], limits: HttpLimits) -> None:
-        self.of_workers = [(0, AdapterNames())] * len(models)  # as a ServedModel asks for it
-        self._models = ServedModels(map(self._followed, models, range(len(models))))
+        self._present = Present([(0, AdapterNames())] * len(models), {}, [])
+        names = [model.name for model in models]
+        self._models = ServedModels(
+            map(self._followed, models, range(len(models))),
+            lambda model: self._present.refusals[names.index(model.name)],
+        )
         self._planners = {model.name: Planner(model, limits) for model in self._models.all}
 
     def _followed(self, model: ServedModel, number: int) -> ServedModel:
-        hold, adapters = (lambda: self.of_workers[number][0]), (lambda: self.of_workers[number][1])
-        return replace(model, workers_hold=hold, adapters=adapters)
+        return replace(
+            model,
+            workers_hold=lambda: self._present.of_workers[number][0],
+            adapters=lambda: self._present.of_workers[number][1],
+        )
+
+    def follow(self, present: Present) -> None:
+        """Go by this from now on."""
+        self._present, self._models.routes = present, present.routes
 
     def plan(
-        self, endpoint: Endpoint, headers: Mapping[bytes, bytes], own_class: PriorityClass, body: bytearray
+        self,
+        endpoint: Endpoint,
+        headers: Mapping[bytes, bytes],
+        own_class: PriorityClass,
+        prefers: str,
+        body: bytearray,
     ) -> RequestPlan:
-        """Plan a request for tokens. See ``Planner.plan``."""
+        """Plan a request for tokens. See ``Planner.plan`` and ``decide``."""
         check_size(body)
         request = parse(endpoint, body)
-        return self._planners[self._models.of(request.model).name].plan(request, headers, own_class)
+        route = decide(self._models, request, headers, prefers)
+        planner = self._planners[self._models.of(request.model).name]
+        return planner.plan(request, headers, own_class)._replace(route=route)
 
     def validate(self, kind: type[Asked], body: bytearray) -> Asked:
         """A body as another API's ``kind``."""
@@ -75,12 +94,12 @@ class Work:
     def tokenize(self, body: bytearray) -> bytes:
         """The answer of /tokenize."""
         asked = self.validate(TokenizeRequest, body)
-        return tokenized(asked, self._models.of(asked.model))
+        return tokenized(asked, page_model(self._models, asked))
 
     def detokenize(self, body: bytearray) -> bytes:
         """The answer of /detokenize."""
         asked = self.validate(DetokenizeRequest, body)
-        return detokenized(asked, self._models.of(asked.model))
+        return detokenized(asked, page_model(self._models, asked))
 
     def envelope(self, message: bytearray) -> tuple[dict[str, Any], bytes]:
         """A WebSocket message without its body, and the body, for ``generate``."""
@@ -122,7 +141,8 @@ def serve(connection: socket.socket) -> None:
         trim = trimmer()
         while True:
             head, body = receive(connection)
-            name, (work.of_workers, *arguments) = pickle.loads(head)
+            name, (present, *arguments) = pickle.loads(head)
+            work.follow(present)
             try:
                 answer: Any = getattr(work, name)(*arguments, body)
             except ApiError as error:

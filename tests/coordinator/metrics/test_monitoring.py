@@ -87,6 +87,9 @@ async def metrics(
             server.app.metrics.efficiency.sample(
                 now, SystemSnapshot(workers=[worker("d", "decode", "GPU-2", **more)])
             )
+        of_routes = server.app.generation.route_counts
+        of_routes.requests["chat", "a"] += 1
+        of_routes.shadowed("chat", "different", 3)
         text = (await http.get("/metrics")).text
     await server.stop(grace_s=0)
     return text

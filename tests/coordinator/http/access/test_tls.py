@@ -20,7 +20,8 @@ from splitserve.cli.server_access import pinned, trust
 from splitserve.coordinator.front_door import FrontDoor
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.access.tls import TlsFiles
-from splitserve.coordinator.server import AppParts, HttpApp, HttpServer, admin_server
+from splitserve.coordinator.http.listening_server import admin_server
+from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "Hi", "temperature": 0, "max_tokens": 1000}
