@@ -23,6 +23,7 @@ from .device import available_bytes, free_host_bytes, select_device, select_dtyp
 from .engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, gpu_room_of, wish_of
 from .errors import ModelConfigError, OutOfMemoryError
 from .model.config import ModelConfig
+from .model.expert_split import split_experts
 from .model.ranks import check_split
 from .model.tensors import expected_tensors, ignored_tensors
 from .model.weight_sizes import weight_bytes
@@ -168,6 +169,7 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
     engine = EngineConfig(settings)
     config, device = ModelConfig.from_folder(folder), select_device(settings.device)
     check_split(config, ranks, settings.exact)
+    config = split_experts(config, ranks)
     with Checkpoint(folder) as checkpoint:
         checkpoint.check(expected_tensors(config), ignored_tensors(config))
         dtype = select_dtype(settings.dtype, device, checkpoint.dtype)
