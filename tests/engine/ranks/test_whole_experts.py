@@ -16,7 +16,11 @@ from support.greedy import greedy_tokens
 from support.models import make_checkpoint
 from support.quantised_checkpoints import rewrite, rewrite_experts_in_mxfp4
 
+from splitserve.engine import loaded_model
 from splitserve.engine.errors import ModelConfigError
+from splitserve.engine.model.config import ModelConfig
+from splitserve.engine.model.expert_split import split_experts
+from splitserve.engine.model.weight_sizes import uneven_bytes
 from splitserve.engine.model.weights import Checkpoint
 
 NUM_TOKENS = 16
@@ -107,18 +111,33 @@ def test_exact_workers_share_how_experts_are_split(tmp_path: Path) -> None:
     assert runner.loaded.numerics.endswith("whole experts with --tensor-parallel-size 2")
 
 
-def test_ranks_read_their_own_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them once, of a layer."""
+def test_ranks_read_and_keep_their_own_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is read once; packed ones are kept under other names than slices."""
     make_checkpoint(tmp_path, "qwen3_moe")
     tensor, read = Checkpoint.tensor, list[str]()
     monkeypatch.setattr(Checkpoint, "tensor", lambda self, name: (read.append(name), tensor(self, name))[1])
-    runner = make_runner(tmp_path, 4, expert_parallel=True)
+    parts = list[str]()
+    monkeypatch.setattr(loaded_model, "kept_files", lambda *_, part: parts.append(part) or ())
+    make_runner(tmp_path, 4, expert_parallel=True)
     downs = [name for name in read if "layers.1." in name and name.endswith("down_proj.weight")]
     assert downs == [f"model.layers.1.mlp.experts.{i}.down_proj.weight" for i in range(8)]
-    del runner
+    make_runner(tmp_path, 2)
+    assert parts == [*(f"{i}-of-4-whole-experts" for i in range(4)), "0-of-2", "1-of-2"]
 
 
 def test_a_model_without_experts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama2")
     with pytest.raises(ModelConfigError, match="--expert-parallel: the model has no experts"):
         make_runner(tmp_path, 1, expert_parallel=True)
+
+
+@pytest.mark.parametrize(("family", "shared"), [("qwen2_moe", False), ("deepseek3", True)])
+def test_the_bytes_that_rank_0_has_more(family: str, shared: bool, tmp_path: Path) -> None:
+    """Of 6 experts on 4 ranks it has 2; of 8 an even part, but all of a shared one that cannot be cut."""
+    sizes = {"moe_intermediate_size": 30, "n_shared_experts": 1} if shared else {}
+    make_checkpoint(tmp_path, family, **sizes)
+    config = split_experts(ModelConfig.from_folder(tmp_path), 4, whole=True)
+    assert config.mixture is not None
+    shape = config.mixture.shape
+    expert = sum(config.mixture.layers) * 3 * shape.hidden_size * shape.intermediate_size * 2
+    assert uneven_bytes(config, 2, 4) == (0.75 if shared else 2 - 6 / 4) * expert
