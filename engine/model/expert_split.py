@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import ModelConfigError
 from .config import ModelConfig
-from .gguf_types import BLOCKS
+from .gguf_types import BLOCKS, packed_bytes
 from .mixture_config import MixtureConfig
 from .quantisation import TensorScheme
 
@@ -65,15 +65,12 @@ def _sliced(config: ModelConfig, mixture: MixtureConfig, down: str, columns: int
 
 def _divides(scheme: TensorScheme, columns: int, size: int) -> bool:
     """``QuantisedWeight.columns`` can cut inputs into ``size`` equal parts, where they are in order."""
-    part, group = columns // size, scheme.group_size or columns
+    part, group, bits = columns // size, scheme.group_size or columns, scheme.bits
     if scheme.block is not None:
         group = scheme.block[1]
     if scheme.kind:
-        group = BLOCKS[scheme.kind][0]
+        group, bits = BLOCKS[scheme.kind][0], 4 if packed_bytes(scheme.kind) < 1 else 8
     if part % group == 0:
         return True
-    return (
-        not scheme.kind.endswith("_K")
-        and part % (8 // scheme.bits) == 0
-        and (group % part == 0 or group >= columns)
-    )
+    within = group % part == 0 or group >= columns
+    return within and part % (8 // bits) == 0 and not scheme.kind.endswith("_K")
