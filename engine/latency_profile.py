@@ -33,8 +33,6 @@ Seconds = Annotated[float, Field(ge=0, le=1e6)]
 Slowdown = Annotated[float, Field(ge=1, le=100)]
 StepRole = Literal["prefill", "decode"]
 Range = Annotated[tuple[float, float], Field(strict=False)]
-
-
 PACED = "paced:"
 """What the ``runner`` of a worker begins with that takes a profile's time."""
 
@@ -234,6 +232,7 @@ class Profile(_Part):
     name: Annotated[str, Field(min_length=1, max_length=200)]
     hardware: str = ""
     gpus: Annotated[int, Field(ge=1, le=1024)] = 1  # that one worker spans
+    expert_parallel: bool = False  # as the workers' option
     source: str = ""  # how it came about
     numerics: Numerics | None = None  # None: not known
     memory: Memory

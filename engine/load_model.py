@@ -23,9 +23,10 @@ from .device import available_bytes, free_host_bytes, select_device, select_dtyp
 from .engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, gpu_room_of, wish_of
 from .errors import ModelConfigError, OutOfMemoryError
 from .model.config import ModelConfig
+from .model.expert_split import split_experts
 from .model.ranks import check_split
 from .model.tensors import expected_tensors, ignored_tensors
-from .model.weight_sizes import weight_bytes
+from .model.weight_sizes import uneven_bytes, weight_bytes
 from .model.weights import Checkpoint
 from .paced_runner import paced_model
 from .settings import WorkerSettings
@@ -170,6 +171,7 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
     engine = EngineConfig(settings)
     config, device = ModelConfig.from_folder(folder), select_device(settings.device)
     check_split(config, ranks, settings.exact)
+    config = split_experts(config, ranks)
     with Checkpoint(folder) as checkpoint:
         checkpoint.check(expected_tensors(config), ignored_tensors(config))
         dtype = select_dtype(settings.dtype, device, checkpoint.dtype)
@@ -177,9 +179,10 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
     weights = weight_bytes(config, dtype.itemsize)
     if (tower := tower_of(folder)) is not None:
         weights += tower.num_bytes(dtype.itemsize) * ranks  # each has its own
+    of_rank = weights // ranks + uneven_bytes(config, dtype.itemsize, ranks)
     with MemoryClaims(settings.coordinator).turn() as others:
         pending = others.pending
-    needed = weights * 2 if device.type == "cpu" else weights // ranks
+    needed = weights * 2 if device.type == "cpu" else of_rank
     if needed > (free := available_bytes(device) - pending * (device.type == "cpu")):
         raise OutOfMemoryError(
             f"{needed / 2**30:.1f} GiB of weights do not fit: {max(0, free) / 2**30:.1f} GiB are free on "
@@ -187,7 +190,7 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
             "fp8, int8 or int4, or start fewer workers here"
         )
     if device.type == "cuda":
-        room = gpu_room_of(engine, config, device, dtype, weights // ranks, tower, loaded=False)
+        room = gpu_room_of(engine, config, device, dtype, of_rank, tower, loaded=False)
         room *= min(ranks, config.num_kv_heads)  # a head may be on several GPUs
     else:
         room = host_room(

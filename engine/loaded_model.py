@@ -32,6 +32,7 @@ from .errors import ModelConfigError, OutOfMemoryError
 from .model.adapters import RankAdapters
 from .model.config import ModelConfig
 from .model.decoder import DecoderModel
+from .model.expert_split import log_split, split_experts
 from .model.layers import LayerLoader
 from .model.model_folder import content_names
 from .model.ranks import ALONE, Rank, check_split, of_rank
@@ -70,6 +71,9 @@ class LoadedModel:
         self.device = select_device(settings.device, rank.number, rank.size)
         check_formats(settings, config, self.device)
         check_split(config, rank.size, settings.exact)
+        config = split_experts(config, rank.size, settings.expert_parallel)
+        if config.mixture is not None and first is None:
+            log_split(config.mixture, rank.size, settings.expert_parallel)
         self._tower: VisionConfig | None = tower_of(settings.model) if first is None else first._tower
         self.takes_images = self._tower is not None
         self._model_len = max_model_len(settings.max_model_len, config)
@@ -87,12 +91,14 @@ class LoadedModel:
         kept: Sequence[Path] = ()
         if self.device.type == "cpu":
             part = f"{rank.number}-of-{rank.size}" if rank.size > 1 else ""
+            part += "-whole-experts" * bool(part and config.mixture and config.mixture.whole_experts)
             kept = kept_files(settings.model, weights_name, settings.dtype, settings.exact, part=part)
         packed = PackedWeights(kept, min(threads.loading, PACKING_THREADS))
         block_size = settings.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
         self.kernels = self._select_kernels(settings, threads, block_size, packed)
-        sums = config.mixture is not None and any(config.mixture.layers)
-        self.numerics = numerics(self.device, settings.exact, rank.size if sums else 1)
+        mixture = config.mixture if config.mixture is not None and any(config.mixture.layers) else None
+        sums, whole = mixture is not None, mixture is not None and mixture.whole_experts
+        self.numerics = numerics(self.device, settings.exact, rank.size if sums else 1, whole)
         self.layout, self._weight_bytes = self._load(settings, weights_name, self._model_len, block_size)
         packed.finish()
         self.phases.done("weights")

@@ -39,6 +39,11 @@ class ComputeSettings(BaseModel):
         description="GPUs of a worker, from `device` on. On CPUs: parts with `threads` threads each. "
         "Roles may differ.",
     )
+    expert_parallel: bool = Field(
+        default=False,
+        description="Whole experts on each GPU, not a slice of each: for large steps. By itself where "
+        "slices do not fit. Roles may differ.",
+    )
     dtype: DType = Field(
         default="auto",
         description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or "

@@ -19,6 +19,7 @@ class MixtureShape:
     num_groups     experts side by side are a group; a token's experts are of ``chosen_groups`` of them only:
                    those with the largest score, or with a correction the largest sum of two
     factor         of a token's weights
+    own            the experts that are here; the parts of others are left out of the sum; None: all are
     """
 
     num_experts: int
@@ -33,6 +34,12 @@ class MixtureShape:
     num_groups: int = 1
     chosen_groups: int = 1
     factor: float = 1.0
+    own: range | None = None
+
+    @property
+    def held(self) -> range:
+        """Numbers of the experts that are here."""
+        return range(self.num_experts) if self.own is None else self.own
 
     @property
     def gates(self) -> int:

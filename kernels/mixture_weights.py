@@ -25,9 +25,9 @@ class ExpertWeights:
 class MixtureWeights:
     """router          [num_experts, hidden_size], with one more row where there is a shared expert: its gate
     router_bias     [num_experts] or None
-    expert          reads the weights of one; number ``num_experts``: the shared one
-    gate_up_biases  [num_experts, 2 intermediate_size] or None; such mixtures have no shared expert
-    down_biases     [num_experts, hidden_size] or None
+    expert          reads the weights of one that ``shape`` holds; number ``num_experts``: the shared one
+    gate_up_biases  [experts held, 2 intermediate_size] or None; such mixtures have no shared expert
+    down_biases     [experts held, hidden_size] or None
     correction      float32 [num_experts] or None: added to the scores for the choice alone
     """
 
@@ -42,6 +42,6 @@ class MixtureWeights:
 
 class Mixture(Protocol):
     """A layer's mixture of experts, [num_tokens, hidden_size] -> the same. A token's sum goes in the order of
-    its experts' numbers, the shared one last."""
+    its experts' numbers, the shared one last; without one that is held it is 0."""
 
     def __call__(self, x: Tensor) -> Tensor: ...

@@ -247,19 +247,20 @@ class NativeMixture:
     def __init__(self, weights: MixtureWeights, router: Addressed, linear: MakeLinear) -> None:
         """``linear``: see ``Kernels.linear``. One expert after the other is read and packed."""
         shape, self._dtype = weights.shape, weights.router.dtype
+        held = shape.held
         self._hidden_size = shape.hidden_size
         self._correction = weights.correction  # the table has the addresses of these
         self._linears = [router]
         biases = weights.gate_up_biases, weights.down_biases
-        for i in range(shape.num_experts + (shape.shared_size > 0)):
+        for place, i in enumerate([*held, shape.num_experts] if shape.shared_size else held):
             expert = weights.expert(i)
             for weight, of in zip((expert.gate_up, expert.down), biases, strict=True):
-                self._linears.append(linear(weight, None if of is None else of[i]))
+                self._linears.append(linear(weight, None if of is None else of[place]))
         places = [part for own in self._linears for part in own.addresses]
         self._table = np.array(
             [
-                *places[:3], address(weights.correction), shape.num_experts, shape.num_chosen,
-                shape.num_groups, shape.chosen_groups, shape.normalized, shape.sigmoid,
+                *places[:3], address(weights.correction), shape.num_experts, held.start, len(held),
+                shape.num_chosen, shape.num_groups, shape.chosen_groups, shape.normalized, shape.sigmoid,
                 np.float64(shape.factor).view(np.int64), shape.hidden_size, shape.intermediate_size,
                 shape.shared_size, shape.shared_gated, ACTIVATIONS.index(shape.activation), *places[3:],
             ],

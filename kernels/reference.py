@@ -60,14 +60,15 @@ class TorchMixture:
     def __init__(self, weights: MixtureWeights) -> None:
         self._weights, self._shape = weights, weights.shape
         self._router = TorchLinear(weights.router, weights.router_bias)
-        count = weights.shape.num_experts + (weights.shape.shared_size > 0)
-        self._experts = [weights.expert(i) for i in range(count)]
+        shape, held = weights.shape, weights.shape.held
+        numbers = [*held, shape.num_experts] if shape.shared_size else held
+        self._experts = {i: weights.expert(i) for i in numbers}
 
     def __call__(self, x: Tensor) -> Tensor:
         shape, logits = self._shape, self._router(x)
         experts, weights = routes(logits[:, : shape.num_experts], shape, self._weights.correction)
         total = torch.zeros_like(x, dtype=torch.float32)
-        for i in sorted(set(experts.flatten().tolist())):
+        for i in sorted(set(experts.flatten().tolist()) & set(shape.held)):
             rows, places = torch.where(experts == i)
             total[rows] += weights[rows, places, None] * self._mlp(i, x[rows])
         if shape.shared_size:
@@ -77,7 +78,8 @@ class TorchMixture:
 
     def _mlp(self, i: int, x: Tensor) -> Tensor:
         w, expert = self._weights, self._experts[i]
-        biases = [None if of is None else of[i] for of in (w.gate_up_biases, w.down_biases)]
+        place = i - w.shape.held.start
+        biases = [None if of is None else of[place] for of in (w.gate_up_biases, w.down_biases)]
         activated = gated(linear(expert.gate_up, biases[0])(x), w.shape.activation)
         return linear(expert.down, biases[1])(activated).float()
 

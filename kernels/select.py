@@ -78,13 +78,14 @@ def select_kernels(
     return NativeCpuKernels(num_threads, instruction_set, measured, packed, scheme, codes, rank)
 
 
-def numerics(device: torch.device, exact: bool, num_ranks: int = 1) -> str:
+def numerics(device: torch.device, exact: bool, num_ranks: int = 1, whole_experts: bool = False) -> str:
     """Names how results come about: what two exact workers must share. Of those that are not exact, only that
-    they are not."""
+    they are not. ``num_ranks``: over which experts are summed, whole ones or slices."""
     if not exact:
         return "fast"
     if num_ranks > 1:
-        return f"{numerics(device, exact)}, experts with --tensor-parallel-size {num_ranks}"
+        experts = "whole experts" if whole_experts else "experts"
+        return f"{numerics(device, exact)}, {experts} with --tensor-parallel-size {num_ranks}"
     if device.type == "cuda":
         import triton
 

@@ -183,6 +183,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
         or f"{folder.resolve().name} on {model.device}{f' tp{ranks}' if ranks > 1 else ''}",
         hardware=settings.hardware,
         gpus=ranks,
+        expert_parallel=settings.expert_parallel,
         source=f"measured: {sum(len(r.times) for r in found)} steps of {len(found)} kinds",
         numerics=_numerics(settings, model),
         memory=Memory(

@@ -38,6 +38,7 @@ from .kernel_calls import (
     measured_quantised,
     mixture,
     norm,
+    part_of_mixture,
     quantised_experts,
     quantised_linear,
     rope,
@@ -92,6 +93,7 @@ OTHERS: dict[str, Callable[[], object]] = {
     "short convolution": lambda: gated_short_conv(2, 512, bias=True),
     "experts, 1 row": lambda: mixture(1),
     "experts, 64 rows": lambda: mixture(64),
+    "32 of 128 experts, 64 rows": lambda: part_of_mixture(64),
     "experts, 1024 rows float16": lambda: mixture(1024, FLOAT16),
     **{
         f"quantised {form}, {rows} rows": partial(quantised_linear, form, rows)

@@ -10,6 +10,7 @@ from ...kernels.delta_net import DeltaNetShape, DeltaNetWeights
 from ...kernels.gpu.decode_attention import decode_attention
 from ...kernels.gpu.decode_plan import plan_decode
 from ...kernels.gpu.delta_net import delta_net
+from ...kernels.gpu.elementwise import gate_mul
 from ...kernels.gpu.exact_linear import ExactLinear, product_tile
 from ...kernels.gpu.expert_tiles import ExpertTiles
 from ...kernels.gpu.latent_attention import latent_attention
@@ -172,6 +173,15 @@ def mixture(num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
     down = empty(128, 2048, 768, dtype=dtype)
     parts = grouped_product(gate_up[:, :768].clone(), down, None, tiles, tile, 8, sorted_rows=True)
     weighted_sum(parts, weights, None, logits)
+
+
+def part_of_mixture(num_tokens: int) -> None:
+    """What else runs where 32 of these experts are held."""
+    shape = MixtureShape(128, 8, 2048, 768, normalized=True, activation="silu", own=range(32, 64))
+    logits, rows = empty(num_tokens, 128), 8 * num_tokens
+    experts, weights = route(logits, shape)
+    gate_mul(empty(rows, 1536), "silu", empty(1, dtype=torch.int32))
+    weighted_sum(empty(rows, 2048), weights, None, logits, held=(experts, 32))
 
 
 def quantised_experts(form: str, num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:

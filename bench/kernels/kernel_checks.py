@@ -139,6 +139,8 @@ def checks(big: bool) -> Iterator[Check]:
     yield Check("low rank: bits of a row in any batch", 0, partial(layer_checks.low_rank_rows_error, big))
     for dtype in (FLOAT16, BFLOAT16, FLOAT32) if big else (FLOAT16, FLOAT32):
         yield Check(f"experts, {dtype}", 4 * ALLOWED[dtype], partial(layer_checks.mixture_error, big, dtype))
+    whole = partial(layer_checks.mixture_error, big, FLOAT16, part=True)
+    yield Check("experts of a rank", 4 * ALLOWED[FLOAT16], whole)
     yield Check("float8 linear", 0.06, layer_checks.fp8_linear_error)
     for form in QUANTISED:
         for rows in (1, 17, 300, 1000) if big else (3,):

@@ -147,9 +147,12 @@ def low_rank_rows_error(big: bool, device: str) -> float:
     return 0
 
 
-def mixture_error(big: bool, dtype: torch.dtype, device: str) -> float:
+def mixture_error(big: bool, dtype: torch.dtype, device: str, part: bool = False) -> float:
+    """``part``: of a rank that has some experts whole."""
     experts, sizes, rows = ((128, 8), (2048, 768), 300) if big else ((5, 2), (72, 40), 9)
     shape = MixtureShape(*experts, *sizes, normalized=True, activation="silu", shared_size=40)
+    if part:
+        shape = replace(shape, own=range(experts[0] // 4, experts[0] // 2))
     weights = mixture_weights(shape, dtype, device=device)
     x = quarters(rows, sizes[0], dtype=dtype).to(device)
     return relative_error(CudaKernels(1).mixture(weights)(x), REFERENCE.mixture(weights)(x))

@@ -91,8 +91,8 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A model on ``gpus`` GPUs, each with a part of every layer; ``bits``: of a weight, ``kv_bytes``: of an
-    element in the KV cache."""
+    """A model on ``gpus`` GPUs, each with a part of every layer, and a slice of each expert, as the measured
+    servers had; ``bits``: of a weight, ``kv_bytes``: of an element in the KV cache."""
 
     shape: Shape
     gpu: Gpu

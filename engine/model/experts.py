@@ -14,54 +14,61 @@ from ..errors import ModelConfigError
 from .layers import LayerLoader, own_part, rows_of
 from .mixture_config import MixtureConfig
 from .quantised_tensors import quantised_weight
-from .ranks import part_of_experts
+from .ranks import own_experts
 from .split_products import Summed
 
 ReadExpert = Callable[[int], ExpertWeights]
 
 
 def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixture:
-    """The experts of the layer of this name: of each, this rank's columns."""
+    """The experts of the layer of this name: this rank's columns of each, or those that it has whole."""
     shape, names, rank = config.shape, config.names, load.rank
-    own_shape = part_of_experts(shape, rank.size)
+    own_shape = own_experts(config, rank)
 
     def tensor(of: str) -> Tensor:
         return load.whole_tensor(f"{layer}.{of}")
 
-    def named(parts: Sequence[str]) -> ExpertWeights:
+    def own(halves: Sequence[Weight], down: Weight, name: str, whole: bool) -> ExpertWeights:
+        if not whole:
+            halves = [own_part(half, rank) for half in halves]
+            is_shared = name == f"{layer}.{names.shared[2]}"
+            down = load.own_columns(down, name, "" if is_shared else "--expert-parallel")
+        return ExpertWeights([load.placed(half) for half in halves], load.placed(down))
+
+    def named(parts: Sequence[str], whole: bool) -> ExpertWeights:
         """From tensors of its own. Without one for up, the first holds gate above up."""
         gate, up, down = (f"{layer}.{of}" if of else "" for of in parts)
         first, last = load.stored_weight(gate), load.stored_weight(down)
-        halves = [first, load.stored_weight(up)] if up else _halves(first)
-        own = [load.placed(own_part(half, rank)) for half in halves]
-        return ExpertWeights(own, load.placed(load.own_columns(last, down)))
+        return own([first, load.stored_weight(up)] if up else _halves(first), last, down, whole)
 
     def part(i: int) -> ExpertWeights:
         """From tensors of all experts: gate and up by turns, or gate above up."""
         gate_up, down = (_of_all(load, f"{layer}.{of}", i, names.stacked) for of in (names.gate, names.down))
-        gate, up = (own_part(half, rank) for half in _halves(gate_up, names.by_turns))
-        return ExpertWeights([gate, up], load.own_columns(down, f"{layer}.{names.down}"))
+        name = f"{layer}.{names.down}"
+        return own(_halves(gate_up, names.by_turns), down, name, config.whole_experts)
 
     def expert(i: int) -> ExpertWeights:
         load.checkpoint.drop_pages()  # of the one before
         if i == shape.num_experts:
-            return named(names.shared)
-        return named([of.format(i) for of in (names.gate, names.up, names.down)]) if names.up else part(i)
+            return named(names.shared, config.whole_shared)
+        parts = [of.format(i) for of in (names.gate, names.up, names.down)]
+        return named(parts, config.whole_experts) if names.up else part(i)
 
     router = tensor(f"{names.router}.weight")
     read: ReadExpert = expert
     if names.beside:
         router, read = _scaled(load, layer, config, router, expert)
-    if shape.gates:
+    if own_shape.gates:
         router = torch.cat((router, tensor(f"{names.shared_gate}.weight")))
     biases: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
     if names.by_turns:
-        by_turns, columns = tensor(f"{names.gate}_bias"), rank.part(shape.intermediate_size)
-        down = tensor(f"{names.down}_bias")
+        held = slice(own_shape.held.start, own_shape.held.stop)
+        by_turns, down = (tensor(f"{of}_bias")[held] for of in (names.gate, names.down))
+        columns = slice(None) if config.whole_experts else rank.part(shape.intermediate_size)
         biases = (
             tensor(f"{names.router}.bias"),
             torch.cat((by_turns[:, ::2][:, columns], by_turns[:, 1::2][:, columns]), dim=1),
-            torch.zeros_like(down) if rank.number else down,
+            torch.zeros_like(down) if rank.number and not config.whole_experts else down,
         )
     correction = _correction(load, layer, config) if config.corrected else None
     weights = MixtureWeights(own_shape, router, read, *biases, correction)

@@ -131,8 +131,8 @@ class LayerLoader:
         linear = self._linear(weight, self.whole_tensor(f"{name}.bias") if bias else None)
         return self._adapted(linear, {name: _size(weight)}, lambda a, b: (a, b))
 
-    def own_columns(self, weight: Weight, name: str) -> Weight:
-        """This rank's part of the inputs."""
+    def own_columns(self, weight: Weight, name: str, otherwise: str = "") -> Weight:
+        """This rank's part of the inputs. ``otherwise``: an option that needs no such part."""
         if self.rank.size == 1:
             return weight
         part = self.rank.part(_inputs(weight))
@@ -141,6 +141,7 @@ class LayerLoader:
         except ValueError as error:
             raise ModelConfigError(
                 f"--tensor-parallel-size {self.rank.size} does not fit the quantised {name}: {error}"
+                f"{otherwise and f'; set {otherwise}'}"
             ) from error
 
     def _linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None) -> Linear:

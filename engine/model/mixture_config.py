@@ -65,12 +65,15 @@ class MixtureNames:
 
 @dataclass(frozen=True, slots=True)
 class MixtureConfig:
-    """``layers``: which have a mixture; the others have a dense MLP."""
+    """``layers``: which have a mixture; the others have a dense MLP. ``whole_experts``: ranks have some of
+    them, not columns of each; ``whole_shared``: rank 0 has the shared expert (``expert_split.py``)."""
 
     shape: MixtureShape
     layers: tuple[bool, ...]
     names: MixtureNames
     corrected: bool = False
+    whole_experts: bool = False
+    whole_shared: bool = False
 
     def expected_tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
         """The tensors of the layer of this name, with their shapes."""

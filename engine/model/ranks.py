@@ -1,7 +1,8 @@
 """The ranks of a worker: each computes a part of every layer (tensor parallelism; Shoeybi et al.,
 Megatron-LM, 2019, section 3).
 
-Heads, the columns of MLPs and of experts, and the rows of the vocabulary are split evenly. The output
+Heads, the columns of MLPs and of experts, and the rows of the vocabulary are split evenly, or each rank has
+whole experts (``expert_split.py``). The output
 projection and the last product of an MLP have a part of their inputs on each rank, and are summed over ranks.
 In exact mode they have a part of their outputs instead, and all inputs are brought to all ranks: no sum is
 split, so that every number of ranks gives the same bits (experts excepted). Norms, routers, the table of
@@ -19,9 +20,11 @@ from torch import Tensor
 from ...kernels.mixture_shape import MixtureShape
 from ..errors import ModelConfigError
 from .config import ModelConfig
+from .mixture_config import MixtureConfig
 from .short_conv_config import ShortConvConfig
 
 T = TypeVar("T")
+MOST_RANKS = 64
 
 
 class Rank:
@@ -92,7 +95,7 @@ def of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     latent, mixture, size = config.latent, config.mixture, rank.size
     heads = rank.kv_heads(config.num_kv_heads)
     if mixture is not None:
-        mixture = replace(mixture, shape=part_of_experts(mixture.shape, size))
+        mixture = replace(mixture, shape=own_experts(mixture, rank))
     return replace(
         config,
         num_heads=config.num_heads // size,
@@ -105,10 +108,17 @@ def of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     )
 
 
-def part_of_experts(shape: MixtureShape, size: int) -> MixtureShape:
-    """One rank's columns of each expert."""
-    width, shared = shape.intermediate_size // size, shape.shared_size // size
-    return replace(shape, intermediate_size=width, shared_size=shared)
+def own_experts(mixture: MixtureConfig, rank: Rank) -> MixtureShape:
+    """This rank's part: see ``split_experts``. Of whole experts the first ranks may have one more."""
+    shape, size, number = mixture.shape, rank.size, rank.number
+    shared = shape.shared_size // size
+    if mixture.whole_shared:
+        shared = 0 if number else shape.shared_size
+    if not mixture.whole_experts:
+        return replace(shape, intermediate_size=shape.intermediate_size // size, shared_size=shared)
+    each, more = divmod(shape.num_experts, size)
+    first = number * each + min(number, more)
+    return replace(shape, shared_size=shared, own=range(first, first + each + (number < more)))
 
 
 def check_split(config: ModelConfig, size: int, exact: bool) -> None:
@@ -122,25 +132,25 @@ def check_split(config: ModelConfig, size: int, exact: bool) -> None:
         sizes["hidden numbers"] = config.hidden_size
     if isinstance(config.recurrent, ShortConvConfig):
         sizes["channels of a convolution"] = config.recurrent.shape.channels
-    if config.mixture is None or not all(config.mixture.layers):
+    mixture = config.mixture
+    if mixture is None or mixture.names.beside or not all(mixture.layers):
         sizes["columns of an MLP"] = config.intermediate_size
-    if config.mixture is not None:
-        sizes["columns of an expert"] = config.mixture.shape.intermediate_size
-        if config.mixture.shape.shared_size:
-            sizes["columns of the shared expert"] = config.mixture.shape.shared_size
-
+    most = MOST_RANKS if mixture is None else mixture.shape.num_experts
     one_rank_a_head = config.full_heads is not None or config.recurrent is not None
 
     def fits(count: int) -> bool:
         heads = config.num_kv_heads
-        return not any(total % count for total in sizes.values()) and (
-            heads % count == 0 or (count % heads == 0 and not one_rank_a_head)
+        return (
+            count <= most
+            and not any(total % count for total in sizes.values())
+            and (heads % count == 0 or (count % heads == 0 and not one_rank_a_head))
         )
 
     if not fits(size):
-        possible = ", ".join(str(count) for count in range(2, 65) if fits(count)) or "none"
+        possible = ", ".join(str(count) for count in range(2, MOST_RANKS + 1) if fits(count)) or "none"
         found = ", ".join(f"{total} {name}" for name, total in sizes.items())
+        more = f", or is more than its {most} experts" if size > most else ""
         raise ModelConfigError(
             f"--tensor-parallel-size {size} does not divide {found} and {config.num_kv_heads} key-value "
-            f"heads evenly (possible: {possible})"
+            f"heads evenly{more} (possible: {possible})"
         )

@@ -1,4 +1,5 @@
-// A layer's mixture of experts: y = sum over a row's experts of weight * down(act(gate) * up), of that row. Bytes: the weights of the
+// A layer's mixture of experts: y = sum over a row's experts of weight * down(act(gate) * up), of that row; of the experts that are held
+// here, which may be a part of all: a row that chose none of them is 0. Bytes: the weights of the
 // experts that some row chose, once; at one row that bounds the call. FLOPs: 6 hidden_size intermediate_size a row and expert.
 // The rows of an expert are gathered and multiplied together. The experts of a few rows share one call, so that threads share their
 // panels. See experts.h for how rows choose and sum.
@@ -17,10 +18,11 @@ struct ExpertWeights {
 struct MixtureWeights {  // 8-byte fields, as the caller's table has them
   Matrix router;           // num_experts outputs, then the shared expert's gate where it is gated
   const float* correction;  // [num_experts] or null
-  int64_t num_experts, chosen, num_groups, chosen_groups, normalized, sigmoid;
+  int64_t num_experts, first_held, num_held;  // held: [first_held, first_held + num_held)
+  int64_t chosen, num_groups, chosen_groups, normalized, sigmoid;
   double factor;
   int64_t hidden_size, intermediate_size, shared_size, shared_gated, activation;
-  ExpertWeights experts[1];  // num_experts, then the shared one if shared_size
+  ExpertWeights experts[1];  // num_held, then the shared one if shared_size
 };
 
 struct Bytes {  // a buffer that only grows
@@ -40,21 +42,28 @@ struct Bytes {  // a buffer that only grows
 
 constexpr int64_t kRowsAtOnce = 512;  // of experts that share a call
 
-// The rows that chose each expert, in order: those of expert e are [starts[e], starts[e + 1]).
+// The rows that chose each expert held, in order: those of number e of these are [starts[e], starts[e + 1]).
 struct RowsOfExperts {
   std::vector<int32_t> starts, rows;
   std::vector<float> weights;
 
-  void sort(const int32_t* experts, const float* chosen_weights, int64_t m, int64_t num_experts, int64_t chosen, int64_t stride) {
-    starts.assign(size_t(num_experts) + 1, 0);
-    for (int64_t i = 0; i < m * chosen; ++i) ++starts[size_t(experts[i]) + 1];
-    for (size_t e = 0; e < size_t(num_experts); ++e) starts[e + 1] += starts[e];
+  void sort(const int32_t* experts, const float* chosen_weights, int64_t m, const MixtureWeights& w, int64_t stride) {
+    const int64_t chosen = w.chosen;
+    const size_t first = size_t(w.first_held), count = size_t(w.num_held);  // unsigned: a lower number becomes a large one
+    starts.assign(count + 1, 0);
+    for (int64_t i = 0; i < m * chosen; ++i) {
+      const size_t e = size_t(experts[i]) - first;
+      if (e < count) ++starts[e + 1];
+    }
+    for (size_t e = 0; e < count; ++e) starts[e + 1] += starts[e];
     next.assign(starts.begin(), starts.end() - 1);
     rows.resize(size_t(m * chosen));
     weights.resize(size_t(m * chosen));
     for (int64_t row = 0; row < m; ++row)
       for (int64_t c = 0; c < chosen; ++c) {
-        const size_t at = size_t(next[size_t(experts[row * chosen + c])]++);
+        const size_t e = size_t(experts[row * chosen + c]) - first;
+        if (e >= count) continue;
+        const size_t at = size_t(next[e]++);
         rows[at] = int32_t(row);
         weights[at] = chosen_weights[row * stride + c];
       }
@@ -115,7 +124,7 @@ void run_mixture(const MixtureWeights& w, const void* x, void* y, int64_t m, Dty
   call(LinearArgs{x, w.router.packed, w.router.bias, logits, m, columns, n, dtype, w.router.num_parts});
   call(RouteArgs{logits, experts, weights, w.correction, w.num_experts, w.chosen, w.num_groups, w.chosen_groups, w.normalized != 0,
                  w.sigmoid != 0, float(w.factor), gated != 0, dtype}, m);
-  sorted.sort(experts, weights, m, w.num_experts, w.chosen, stride);
+  sorted.sort(experts, weights, m, w, stride);
   std::memset(sum, 0, size_t(m * n) * sizeof(float));
   const char* const from = static_cast<const char*>(x);
   const auto add = [&](const char* out, int64_t rows, auto&& row_of, auto&& weight_of) {
@@ -123,11 +132,11 @@ void run_mixture(const MixtureWeights& w, const void* x, void* y, int64_t m, Dty
       for (int64_t i = first; i < last; ++i) active->add_weighted(out + i * row_bytes, weight_of(i), sum + row_of(i) * n, n, dtype);
     });
   };
-  for (int64_t e = 0; e < w.num_experts;) {
+  for (int64_t e = 0; e < w.num_held;) {
     const int64_t begin = sorted.starts[size_t(e)];
     int64_t end = begin, last = e;
     batch.clear();
-    for (; last < w.num_experts; ++last) {
+    for (; last < w.num_held; ++last) {
       const int64_t rows = sorted.starts[size_t(last) + 1] - sorted.starts[size_t(last)];
       if (!batch.empty() && end + rows - begin > kRowsAtOnce) break;
       if (rows) batch.push_back({w.experts + last, rows});
@@ -153,7 +162,7 @@ void run_mixture(const MixtureWeights& w, const void* x, void* y, int64_t m, Dty
     e = last;
   }
   if (w.shared_size > 0) {
-    batch.assign(1, {w.experts + w.num_experts, m});
+    batch.assign(1, {w.experts + w.num_held, m});
     char* const out = static_cast<char*>(out_buffer.reserve(m * row_bytes));
     run_mlps(batch, from, out, 1, n, w.shared_size, w.activation, dtype);
     add(out, m, [](int64_t i) { return i; }, [&](int64_t i) { return gated ? weights[i * stride + w.chosen] : 1.0f; });
@@ -163,5 +172,7 @@ void run_mixture(const MixtureWeights& w, const void* x, void* y, int64_t m, Dty
   });
 }
 
-double work_of(const MixtureWeights& w, int64_t m) { return double(m) * double(w.hidden_size) * double(w.chosen * w.intermediate_size); }
+double work_of(const MixtureWeights& w, int64_t m) {
+  return double(m) * double(w.hidden_size) * double(w.chosen * w.intermediate_size) * double(w.num_held) / double(w.num_experts);
+}
 }  // namespace

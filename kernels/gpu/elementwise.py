@@ -17,14 +17,15 @@ from .fp8_rows import Fp8Rows, empty_fp8_rows, store_fp8_row
 COLUMNS = 1024  # of one program
 
 
-def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
-    """[num_tokens, 2 n] -> [num_tokens, n]: see ``interface.Kernels``."""
+def gate_mul(gate_up: Tensor, activation: Activation, num_rows: Tensor | None = None) -> Tensor:
+    """[num_tokens, 2 n] -> [num_tokens, n]: see ``interface.Kernels``. ``num_rows`` int32 [1]: rows from
+    there on are left as they are; None: there are none."""
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     out = torch.empty((rows, n), dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(n, COLUMNS))
     _gate_mul_kernel[grid](
-        gate_up, out, None, N=n, ACTIVATION=activation, COLUMNS=COLUMNS, ROUNDS=False, num_warps=4
+        gate_up, out, None, num_rows, N=n, ACTIVATION=activation, COLUMNS=COLUMNS, ROUNDS=False, num_warps=4
     )
     return out
 
@@ -36,7 +37,7 @@ def gate_fp8(gate_up: Tensor, activation: Activation) -> Fp8Rows:
     out = empty_fp8_rows(rows, n, gate_up.device)
     columns = triton.next_power_of_2(n)
     _gate_mul_kernel[(rows,)](
-        gate_up, *out, N=n, ACTIVATION=activation, COLUMNS=columns, ROUNDS=True,
+        gate_up, *out, None, N=n, ACTIVATION=activation, COLUMNS=columns, ROUNDS=True,
         num_warps=min(16, max(4, columns // 512)),
     )  # fmt: skip
     return out
@@ -57,10 +58,13 @@ def embedding(table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _gate_mul_kernel(
-    gate_up, out, scales, N: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr,
+    gate_up, out, scales, num_rows, N: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if num_rows is not None:  # noqa: SIM102, known when it is compiled
+        if row >= tl.load(num_rows):
+            return
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real = columns < N
     gate = tl.load(gate_up + row * (2 * N) + columns, mask=real, other=0.0).to(tl.float32)

@@ -13,9 +13,10 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
     """
-    order    int64 [num_tokens * num_chosen]  token * num_chosen + place, sorted by expert
-    starts   int32 [num_experts + 1]          of each expert's rows in ``order``
-    ends     int32 [num_experts]              number of tiles of the experts up to this one
+    order    int64 [num_tokens * num_chosen]  token * num_chosen + place, sorted by expert; those of experts
+                                              that are not held come last, in no tile
+    starts   int32 [experts held + 1]         of each expert's rows in ``order``
+    ends     int32 [experts held]             number of tiles of the experts up to this one
     """
 
     order: Tensor
@@ -26,11 +27,16 @@ class ExpertTiles:
         """Upper bound of the number of tiles of ``rows`` rows."""
         return -(-len(self.order) // rows) + min(len(self.ends), len(self.order))
 
+    @property
+    def num_rows(self) -> Tensor:
+        """int32 [1]: those of the experts held."""
+        return self.starts[-1:]
 
-def plan_tiles(experts: Tensor, num_experts: int, rows: int) -> ExpertTiles:
-    """On the device, without a look at what was chosen."""
+
+def plan_tiles(experts: Tensor, num_held: int, rows: int) -> ExpertTiles:
+    """On the device, without a look at what was chosen. Experts from number ``num_held`` on are not here."""
     by_expert, order = experts.flatten().sort(stable=True)
-    numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=experts.device)
+    numbers = torch.arange(num_held + 1, dtype=torch.int32, device=experts.device)
     starts = torch.searchsorted(by_expert, numbers, out_int32=True)
     ends = ((starts[1:] - starts[:-1] + (rows - 1)) // rows).cumsum(0, dtype=torch.int32)
     return ExpertTiles(order, starts, ends)

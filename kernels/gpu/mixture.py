@@ -7,8 +7,9 @@ intermediate_size a token and expert.
 
 The host knows nothing but the number of tokens, so a graph can hold all of it. A stable sort brings each
 expert's tokens together; a tile is ``rows`` of one expert, and as many programs are launched as there could
-be tiles: those past the last one end at once. A row is summed by one program over all of K in order, and a
-token's experts are added in the order of their numbers: its bits depend on no other token, in any batch.
+be tiles: those past the last one end at once. Rows of experts that are not held come last, and have no tile.
+A row is summed by one program over all of K in order, and a token's experts are added in the order of their
+numbers: its bits depend on no other token, in any batch.
 """
 
 from __future__ import annotations
@@ -42,49 +43,51 @@ class GpuMixture:
         self._shape, shape = weights.shape, weights.shape
         self._router, self._shared, self._correction = router, shared, weights.correction
         self._gate_up_biases, self._down_biases = weights.gate_up_biases, weights.down_biases
-        count, hidden, size = shape.num_experts, shape.hidden_size, shape.intermediate_size
+        held, hidden, size = shape.held, shape.hidden_size, shape.intermediate_size
         self._gate_up: Tensor | QuantisedExperts
         self._down: Tensor | QuantisedExperts
         expert_of = weights.expert
-        if isinstance(expert_of(0).down, QuantisedWeight):
-            experts = [expert_of(i) for i in range(count)]
-            gate_up = QuantisedExperts.of([of.gate_up for of in experts], weights.gate_up_biases)
-            down = QuantisedExperts.of([of.down for of in experts], weights.down_biases)
+        if isinstance(expert_of(held.start).down, QuantisedWeight):
+            experts = {i: expert_of(i) for i in held}
+            gate_up = QuantisedExperts.of([of.gate_up for of in experts.values()], weights.gate_up_biases)
+            down = QuantisedExperts.of([of.down for of in experts.values()], weights.down_biases)
             if gate_up is not None and down is not None:
                 self._gate_up, self._down = gate_up, down
                 return
             logger.warning("kernels: experts in several forms are dequantised: they take the model's type")
             expert_of = experts.__getitem__
-        self._gate_up = weights.router.new_empty((count, 2 * size, hidden))
-        self._down = weights.router.new_empty((count, hidden, size))
-        for i in range(count):
+        self._gate_up = weights.router.new_empty((len(held), 2 * size, hidden))
+        self._down = weights.router.new_empty((len(held), hidden, size))
+        for place, i in enumerate(held):
             expert = expert_of(i)
-            self._gate_up[i] = joined(expert.gate_up)
-            self._down[i] = joined(expert.down)
+            self._gate_up[place] = joined(expert.gate_up)
+            self._down[place] = joined(expert.down)
 
     def __call__(self, x: Tensor) -> Tensor:
         shape, logits = self._shape, self._router(x)
         experts, weights = route(logits, shape, self._correction)
         quantised, rows = isinstance(self._down, QuantisedExperts), experts.numel()
         tile = quantised_tile(rows, experts=True) if quantised else product_tile(rows)
-        tiles = plan_tiles(experts, shape.num_experts, tile.rows)
-        chosen = shape.num_chosen
+        tiles = plan_tiles(experts, len(shape.held), tile.rows)
+        chosen, num_rows = shape.num_chosen, None if shape.own is None else tiles.num_rows
         gate_up = grouped_product(
             x, self._gate_up, self._gate_up_biases, tiles, tile, chosen, sorted_rows=False
         )
-        activated = gate_mul(gate_up, shape.activation)
+        activated = gate_mul(gate_up, shape.activation, num_rows)
         parts = grouped_product(
             activated, self._down, self._down_biases, tiles, tile, chosen, sorted_rows=True
         )
         shared = None
         if self._shared is not None:
             shared = self._shared[1](gate_mul(self._shared[0](x), shape.activation))
-        return weighted_sum(parts, weights, shared, logits, shape.shared_gated)
+        held = None if shape.own is None else (experts, len(shape.own))
+        return weighted_sum(parts, weights, shared, logits, shape.shared_gated, held)
 
 
 def route(logits: Tensor, shape: MixtureShape, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each token's experts, ascending, int32 [num_tokens, num_chosen], and their weights, float32: see
-    ``reference.routes``. Columns of ``logits`` past num_experts are not looked at."""
+    ``reference.routes``. They are numbered from the first one held on, those before it behind all others.
+    Columns of ``logits`` past num_experts are not looked at."""
     rows = len(logits)
     experts = torch.empty((rows, shape.num_chosen), dtype=torch.int32, device=logits.device)
     weights = torch.empty((rows, shape.num_chosen), dtype=torch.float32, device=logits.device)
@@ -92,7 +95,7 @@ def route(logits: Tensor, shape: MixtureShape, correction: Tensor | None = None)
         logits, correction, experts, weights, logits.stride(0), EXPERTS=shape.num_experts,
         PADDED=max(2, triton.next_power_of_2(shape.num_experts)), CHOSEN=shape.num_chosen,
         NORMALIZED=shape.normalized, SIGMOID=shape.sigmoid, GROUPS=shape.num_groups,
-        CHOSEN_GROUPS=shape.chosen_groups, FACTOR=shape.factor, num_warps=1,
+        CHOSEN_GROUPS=shape.chosen_groups, FACTOR=shape.factor, FIRST=shape.held.start, num_warps=1,
     )  # fmt: skip
     return experts, weights
 
@@ -125,16 +128,19 @@ def grouped_product(
 
 
 def weighted_sum(
-    parts: Tensor, weights: Tensor, shared: Tensor | None, logits: Tensor, gated: bool = True
-) -> Tensor:
+    parts: Tensor, weights: Tensor, shared: Tensor | None, logits: Tensor, gated: bool = True,
+    held: tuple[Tensor, int] | None = None,
+) -> Tensor:  # fmt: skip
     """parts [num_tokens * num_chosen, hidden_size], weights [num_tokens, num_chosen]; ``shared``
-    [num_tokens, hidden_size] has the weight sigmoid(the last column of ``logits``), or 1 if not ``gated``."""
+    [num_tokens, hidden_size] has the weight sigmoid(the last column of ``logits``), or 1 if not ``gated``.
+    ``held``: each part's expert, and from which number on they are not held: their parts are not read."""
+    experts, num_held = held or (None, 0)
     (rows, chosen), hidden = weights.shape, parts.shape[1]
     out = torch.empty((rows, hidden), dtype=parts.dtype, device=parts.device)
     _sum_kernel[(rows, triton.cdiv(hidden, COLUMNS))](
-        parts, weights, shared, logits, out, logits.stride(0), logits.shape[1] - 1, CHOSEN=chosen, N=hidden,
-        SHARED=shared is not None, GATED=gated, COLUMNS=min(COLUMNS, triton.next_power_of_2(hidden)),
-        num_warps=4,
+        parts, weights, experts, shared, logits, out, logits.stride(0), logits.shape[1] - 1, CHOSEN=chosen,
+        HELD=num_held, N=hidden, SHARED=shared is not None, GATED=gated,
+        COLUMNS=min(COLUMNS, triton.next_power_of_2(hidden)), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -143,7 +149,7 @@ def weighted_sum(
 def _route_kernel(
     logits, correction, experts, weights, stride, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
     CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, FACTOR: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, FACTOR: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """One program a token. Of equal scores, the lower number is chosen, of experts as of groups."""
     row = tl.program_id(0).to(tl.int64)
@@ -174,7 +180,8 @@ def _route_kernel(
         parts = tl.exp(values - tl.max(values, 0))
         total = tl.sum(tl.where(chosen, parts, 0.0), 0) if NORMALIZED else tl.sum(parts, 0)
     place = row * CHOSEN + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(experts + place, numbers, mask=chosen)
+    numbered = tl.where(numbers < FIRST, numbers + EXPERTS, numbers) - FIRST
+    tl.store(experts + place, numbered, mask=chosen)
     tl.store(weights + place, parts / total * FACTOR, mask=chosen)
 
 
@@ -226,8 +233,8 @@ def _grouped_kernel(
 
 @triton.jit
 def _sum_kernel(
-    parts, weights, shared, logits, out, stride, gate, CHOSEN: tl.constexpr, N: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
+    parts, weights, experts, shared, logits, out, stride, gate, CHOSEN: tl.constexpr, HELD: tl.constexpr,
+    N: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -235,7 +242,10 @@ def _sum_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     for i in range(CHOSEN):
         weight = tl.load(weights + row * CHOSEN + i)
-        part = tl.load(parts + (row * CHOSEN + i) * N + columns, mask=real, other=0.0).to(tl.float32)
+        there = real
+        if experts is not None:
+            there = real & (tl.load(experts + row * CHOSEN + i) < HELD)
+        part = tl.load(parts + (row * CHOSEN + i) * N + columns, mask=there, other=0.0).to(tl.float32)
         total = tl.fma(part, weight, total)
     if SHARED:
         weight = tl.sigmoid(tl.load(logits + row * stride + gate).to(tl.float32)) if GATED else 1.0

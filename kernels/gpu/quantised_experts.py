@@ -43,7 +43,8 @@ class QuantisedExperts:
     ) -> Tensor:
         """See ``mixture.grouped_product``."""
         y = torch.empty((len(tiles.order), self._rows), dtype=x.dtype, device=x.device)
-        x, x_scales = round_rows(x) if self._rounds_x else (x, None)
+        num_rows = tiles.num_rows if sorted_rows else None
+        x, x_scales = round_rows(x, num_rows) if self._rounds_x else (x, None)
         grid = tiles.most(tile.rows) * triton.cdiv(self._rows, tile.columns), 1
         self._matrix.launch(
             x, x_scales, y, None, grid, tile, tiles.order, tiles.starts, tiles.ends, self._orders,

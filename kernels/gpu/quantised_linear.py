@@ -144,21 +144,27 @@ class QuantisedLinear:
         return int(triton.cdiv(steps, triton.cdiv(steps, most)))
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [num_tokens, n] -> int8 of the same shape, its scales float32 [num_tokens]."""
+def round_rows(x: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [num_tokens, n] -> int8 of the same shape, its scales float32 [num_tokens]. ``num_rows``: see
+    ``elementwise.gate_mul``."""
     rows, n = x.shape
     rounded = torch.empty((rows, n), dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     _round_kernel[(rows,)](
-        x, rounded, scales, x.stride(0), N=n, COLUMNS=triton.next_power_of_2(n), LARGEST=LARGEST["int8"],
-        num_warps=8,
+        x, rounded, scales, num_rows, x.stride(0), N=n, COLUMNS=triton.next_power_of_2(n),
+        LARGEST=LARGEST["int8"], num_warps=8,
     )  # fmt: skip
     return rounded, scales
 
 
 @triton.jit
-def _round_kernel(x, rounded, scales, stride, N: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr):
+def _round_kernel(
+    x, rounded, scales, num_rows, stride, N: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
+    if num_rows is not None:  # noqa: SIM102, known when it is compiled
+        if row >= tl.load(num_rows):
+            return
     columns = tl.arange(0, COLUMNS)
     values = tl.load(x + row * stride + columns, mask=columns < N, other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.max(tl.abs(values), 0), LARGEST)

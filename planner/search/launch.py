@@ -107,7 +107,7 @@ def _numerics(kind: Kind) -> Section:
 def _memory(kind: Kind) -> Section:
     memory = kind.profile.memory
     sizes: Section = {"block_size": memory.block_size, "num_blocks": memory.num_blocks}
-    return {**sizes, "tensor_parallel_size": kind.gpus}
+    return {**sizes, "tensor_parallel_size": kind.gpus, "expert_parallel": kind.profile.expert_parallel}
 
 
 def _remarks(pools: list[_Pool]) -> list[str]:

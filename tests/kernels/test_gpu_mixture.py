@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.mixture_parts import summed_parts
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.bench.kernels.kernel_inputs import (
@@ -66,6 +68,32 @@ def test_mixture(
         assert torch.equal(own(x[m // 2 : m // 2 + 1].clone())[0], together[m // 2])
 
 
+@pytest.mark.parametrize(("form", "exact"), [("", True), ("", False), ("W8A8", True), ("MXFP4", True)])
+def test_parts_of_the_experts_add_up(form: str, exact: bool) -> None:
+    shape = MixtureShape(7, 2, 64, 32, True, "clamped_silu", 0 if form else 24)
+    weights = mixture_weights(shape, torch.float32, biases=bool(form))
+    if form:
+        weights = replace(weights, expert=lambda i: quantised_expert(shape, QUANTISED[form], i))
+    x, parts = quarters(9, 64, dtype=torch.float32), (range(3), range(3, 5), range(5, 7))
+    found = summed_parts(CudaKernels(1, exact), weights, x, parts)
+    assert relative_error(found, TorchKernels().mixture(weights)(x)) < 2e-5
+
+
+def quantised_expert(
+    shape: MixtureShape, how: dict[str, Any], i: int, up_seed: int | None = None
+) -> ExpertWeights:
+    """Its numbers keep activations small."""
+
+    def matrix(rows: int, columns: int, seed: int) -> QuantisedWeight:
+        weight = quantised_weight(rows, columns, **how, seed=seed)
+        small = None if weight.minimums is None else weight.minimums / 2**weight.bits
+        return replace(weight, scales=weight.scales / 2**weight.bits, minimums=small)
+
+    size, hidden = shape.intermediate_size, shape.hidden_size
+    gate_up = [matrix(size, hidden, i), matrix(size, hidden, i if up_seed is None else up_seed)]
+    return ExpertWeights(gate_up, matrix(hidden, size, 90 + i))
+
+
 def test_tiles_cover_each_experts_rows() -> None:
     experts = torch.tensor([[0, 3], [3, 4], [0, 3], [0, 3]], dtype=torch.int32)
     tiles = plan_tiles(experts, 6, rows=2)
@@ -89,16 +117,8 @@ def test_experts_in_a_quantised_form(form: str, m: int, dtype: torch.dtype, alik
     wide, how = mixture_weights(shape, dtype, biases=True), dict(QUANTISED[form])
     how |= {"group": 16} if how.get("group") else {}
 
-    def matrix(rows: int, columns: int, seed: int) -> QuantisedWeight:
-        """Its numbers keep activations small."""
-        weight = quantised_weight(rows, columns, **how, seed=seed)
-        small = None if weight.minimums is None else weight.minimums / 2**weight.bits
-        return replace(weight, scales=weight.scales / 2**weight.bits, minimums=small)
-
     def expert(i: int) -> ExpertWeights:
-        return ExpertWeights(
-            [matrix(24, 32, i), matrix(24, 32, i if alike else 50 + i)], matrix(32, 24, 90 + i)
-        )
+        return quantised_expert(shape, how, i, None if alike else 50 + i)
 
     weights = replace(wide, expert=expert)
     x, own = quarters(m, 32, dtype=dtype), CudaKernels(1, exact=True).mixture(weights)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.mixture_parts import summed_parts
 from torch import Tensor
 
 from splitserve.bench.kernels.kernel_inputs import mixture_weights, quarters, relative_error
@@ -102,6 +103,19 @@ def test_a_mixture_of_quantised_experts(
         assert torch.equal(own(x[row : row + 1].clone()), together[row : row + 1])
     native_cpu._cpu.set_num_threads(2)
     assert torch.equal(own(x), together)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("m", "shared"), [(1, 0), (30, 20)])
+def test_parts_of_the_experts_add_up(
+    native: native_cpu.NativeCpuKernels, m: int, shared: int, dtype: torch.dtype
+) -> None:
+    """Biases among them."""
+    weights = mixture_weights(MixtureShape(9, 2, 24, 16, True, "silu", shared), dtype, biases=not shared)
+    x, parts = quarters(m, 24, dtype=dtype), (range(3), range(3, 7), range(7, 9))
+    found, expected = summed_parts(native, weights, x, parts), REFERENCE.mixture(weights)(x)
+    assert relative_error(found, expected) < ALLOWED[dtype]
+    assert relative_error(summed_parts(REFERENCE, weights, x, parts), expected) < ALLOWED[dtype]
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])

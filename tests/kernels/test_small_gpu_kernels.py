@@ -70,6 +70,13 @@ def test_silu_and_gelu(rows: int, n: int, dtype: torch.dtype, scale: float) -> N
         assert relative_error(found, expected) < ALLOWED[dtype]
 
 
+def test_rows_past_the_last_one_are_left_alone() -> None:
+    gate_up = randn(5, 200)
+    found = gate_mul(gate_up, "silu", torch.tensor([3], dtype=torch.int32))
+    assert torch.equal(found[:3], gate_mul(gate_up[:3], "silu"))
+    assert found[3:].isnan().all(), "they were not computed"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_embedding(dtype: torch.dtype) -> None:
     table = randn(11, 1100, dtype=torch.bfloat16)

@@ -90,7 +90,8 @@ def test_workers_are_launched_in_the_types_that_were_measured(tmp_path: Path) ->
 
 def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path: Path) -> None:
     """By one command on one machine, or by one command for each role on machines of their own."""
-    small = profile(memory=profile().memory.model_copy(update={"num_blocks": 300, "max_model_len": 1024}))
+    memory = profile().memory.model_copy(update={"num_blocks": 300, "max_model_len": 1024})
+    small = profile(memory=memory, expert_parallel=True)
     hardware = Hardware((Kind("large", profile(), gpus=2), Kind("small", small)))
     path, candidate = (
         tmp_path / "up.yaml",
@@ -100,10 +101,12 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
     launched = up(
         {"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(path, env={})
     )
-    assert [(w.role, w.num_blocks, w.mover, w.tensor_parallel_size) for w in launched.workers] == [
-        ("prefill", profile().memory.num_blocks, "tcp", 2),
-        ("prefill", profile().memory.num_blocks, "tcp", 2),
-        ("decode", 300, "tcp", 1),
+    assert [
+        (w.role, w.num_blocks, w.mover, w.tensor_parallel_size, w.expert_parallel) for w in launched.workers
+    ] == [
+        ("prefill", profile().memory.num_blocks, "tcp", 2, False),
+        ("prefill", profile().memory.num_blocks, "tcp", 2, False),
+        ("decode", 300, "tcp", 1, True),
     ]
     flags = {"model": Value("m", "test"), "insecure": Value(True, "test")}
     alone = [load(role, flags, Sources.read(path, env={})) for role in ("coordinator", "prefill", "decode")]

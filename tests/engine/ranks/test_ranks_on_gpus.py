@@ -40,9 +40,11 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> PlayedNccl:
     return library
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "whole_experts"), [("qwen3", False), ("mixtral", False), ("mixtral", True)]
+)
 def test_a_worker_of_two_gpus(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: PlayedNccl
+    family: str, whole_experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: PlayedNccl
 ) -> None:
     make_checkpoint(tmp_path, family, num_hidden_layers=1)
     with monkeypatch.context() as patched:
@@ -58,7 +60,7 @@ def test_a_worker_of_two_gpus(
                 "_collective",
                 lambda *args: (thresholds.add(gc.get_threshold()[0]), collective(*args))[1],
             )
-            model = load(tmp_path, num_gpus=SIZE)
+            model = load(tmp_path, num_gpus=SIZE, expert_parallel=whole_experts)
         assert thresholds == {0}, "no collection while several threads parse"
         assert gc.get_threshold()[0]
         runner = model.runner
