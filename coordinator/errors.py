@@ -3,6 +3,7 @@
     ApiError                     status, message, param, code, Retry-After
     ├── InvalidRequest           400
     │   ├── WrongField           400, param
+    │   │   └── ImagesWanted     400 where nothing fetches them
     │   └── ContextTooLong       400, code context_length_exceeded
     ├── Unauthorized             401
     ├── Forbidden                403
@@ -26,6 +27,7 @@ Lower layers are mapped in two places: ``from_ended`` for the lifecycle, ``valid
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -34,6 +36,7 @@ from .lifecycle.request import Ended, ErrorKind
 
 Headers = list[tuple[bytes, bytes]]
 RETRY_AFTER_S = 1.0
+MUST_BE_DATA = "must be a data: URL (data:image/png;base64,...)"
 ANTHROPIC_KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -118,6 +121,15 @@ class WrongField(InvalidRequest):
 
     def __init__(self, param: str, fault: object) -> None:
         super().__init__(f"{param}: {fault}", param=param)
+
+
+class ImagesWanted(WrongField):
+    """A request needs images that are still to be fetched."""
+
+    def __init__(self, wanted: Sequence[tuple[str, str]]) -> None:
+        """``wanted``: paths of parts, with the addresses they name; not empty."""
+        super().__init__(wanted[0][0], f"{MUST_BE_DATA} here: images are fetched for answers alone")
+        self.wanted = wanted
 
 
 class ContextTooLong(InvalidRequest):

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..transport.process.settings import ClusterKeySettings
 from .chat_output.style import ReasoningOption, ToolParserOption
-from .http.access.url import is_loopback
+from .http.access.url import is_loopback, listed
 from .http.settings import HttpSettings
+from .images.hosts import ImageHosts
 from .lifecycle.limits import LifecycleLimits
 from .metrics.objectives import Objectives
 from .metrics.settings import RecordSettings
@@ -103,6 +104,13 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
     )
     trust_request_chat_template: bool = Field(
         default=False, description="Requests may bring their own chat_template, which runs in a sandbox."
+    )
+    image_domains: str = Field(
+        default="",
+        max_length=65_536,
+        description="Hosts that images of chats are fetched from, with commas between: example.com, "
+        "*.example.com, example.com:8080, an IP address; + before a name: it may have a private address. "
+        "Default: none.",
     )
     ollama: bool = Field(default=False, description="Speak Ollama's API too.")
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
@@ -210,6 +218,11 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         where = self.responses_file
         return None if where is None or re.match(REDIS_URL, where) else Path(where)
 
+    @property
+    def image_hosts(self) -> ImageHosts | None:
+        """Hosts that images are fetched from. Raises ValueError."""
+        return ImageHosts(found) if (found := listed(self.image_domains)) else None
+
     def lifecycle_limits(self, siblings: tuple[str, ...]) -> LifecycleLimits:
         """The lifecycle's bounds; ``siblings``: where the other coordinator processes of this host listen to
         workers."""
@@ -252,6 +265,10 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             )
         if self.redis_url is not None and self.tenants_file is None:
             raise ValueError("--redis-url keeps the limits of --tenants-file: give that, too")
+        try:
+            _ = self.image_hosts
+        except ValueError as error:
+            raise ValueError(f"--image-domains: {error}") from error
         models = self.each_model()
         names = Counter(name for one in models for name in {*one.names})
         if shared := [name for name, count in names.items() if count > 1]:

@@ -25,7 +25,9 @@ from ...lifecycle.adapters import AdapterNames
 from ...lifecycle.request import PriorityClass
 from ...text.served_model import ServedModel, ServedModels
 from ...validation import validated
+from ..bodies.chat import ChatCompletionRequest
 from ..bodies.fields import Body
+from ..image_prompts import put_in
 from ..plan import Planner, RequestPlan, parse
 from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from .allocator import give_memory_back, trimmer
@@ -60,11 +62,18 @@ class Work:
         return replace(model, workers_hold=hold, adapters=adapters)
 
     def plan(
-        self, endpoint: Endpoint, headers: Mapping[bytes, bytes], own_class: PriorityClass, body: bytearray
+        self,
+        endpoint: Endpoint,
+        headers: Mapping[bytes, bytes],
+        own_class: PriorityClass,
+        fetched: Mapping[str, bytes],
+        body: bytearray,
     ) -> RequestPlan:
-        """Plan a request for tokens. See ``Planner.plan``."""
+        """Plan a request for tokens. See ``Planner.plan``. ``fetched``: its images, by address."""
         check_size(body)
         request = parse(endpoint, body)
+        if isinstance(request, ChatCompletionRequest):
+            put_in(request.messages, fetched)
         return self._planners[self._models.of(request.model).name].plan(request, headers, own_class)
 
     def validate(self, kind: type[Asked], body: bytearray) -> Asked:
