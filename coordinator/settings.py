@@ -61,6 +61,13 @@ class ModelSettings(BaseModel):
         description="Most tokens of prompt and output. Default: the model's, or as many as every worker "
         "holds.",
     )
+    image_max_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 31,
+        description="Most pixels of an image as the model takes it; larger ones are made smaller. Default: "
+        "the checkpoint's processor decides.",
+    )
     tool_call_parser: ToolParserOption = Field(
         default="auto", description="How the model writes tool calls. auto: by its chat template."
     )
@@ -100,7 +107,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         max_length=64,
         description="Further models, each with workers of its own: a list of `model`, `served_model_name`, "
         "`control_address` (port 0: any) and, where wanted, `revision`, `max_model_len`, "
-        "`tool_call_parser`, `reasoning_parser`.",
+        "`image_max_pixels`, `tool_call_parser`, `reasoning_parser`.",
     )
     trust_request_chat_template: bool = Field(
         default=False, description="Requests may bring their own chat_template, which runs in a sandbox."
