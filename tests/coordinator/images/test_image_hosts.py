@@ -100,7 +100,8 @@ def test_no_url_reaches_another_host(before: str, after: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", ["*", "+", "http://a.com", "a.com/a", "u@a.com", "a.com:x", "*.192.0.2.1", "a b", "10.0.0.0/8"]
+    "entry",
+    ["*", "+", "http://a.com", "a.com/a", "u@a.com", "a.com:x", "*.192.0.2.1", "a b", "a/8", "[::1%25lo]"],
 )
 def test_an_entry_that_is_no_host(entry: str) -> None:
     with pytest.raises(ValueError, match=r"--image-domains: .* is no host"):

@@ -52,7 +52,8 @@ def test_all_arrives_whole_and_in_order(stack: ExitStack, joins: bool) -> None:
     server = router(stack)
     worker = dealer(stack, server.address)
     introduced(server, worker, joins=joins)
-    sent = [WELCOME, LARGE, SMALL, WELCOME, LARGE, LARGE]
+    many = prefill(*[(20, 20)] * MAX_IMAGES)
+    sent = [WELCOME, LARGE, SMALL, WELCOME, LARGE, many]
     assert server.send(WORKER, *sent)
     assert server.send(WORKER, WELCOME)
     found: list[Message] = []
