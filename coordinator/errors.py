@@ -3,6 +3,7 @@
     ApiError                     status, message, param, code, Retry-After
     ├── InvalidRequest           400
     │   ├── WrongField           400, param
+    │   │   └── ImagesWanted     400 where nothing fetches them
     │   └── ContextTooLong       400, code context_length_exceeded
     ├── Unauthorized             401
     ├── Forbidden                403
@@ -26,6 +27,7 @@ Lower layers are mapped in two places: ``from_ended`` for the lifecycle, ``valid
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -34,6 +36,7 @@ from .lifecycle.request import Ended, ErrorKind
 
 Headers = list[tuple[bytes, bytes]]
 RETRY_AFTER_S = 1.0
+MUST_BE_DATA = "must be a data: URL (data:image/png;base64,...)"
 ANTHROPIC_KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -120,6 +123,15 @@ class WrongField(InvalidRequest):
         super().__init__(f"{param}: {fault}", param=param)
 
 
+class ImagesWanted(WrongField):
+    """A request needs images that are still to be fetched."""
+
+    def __init__(self, wanted: Sequence[tuple[str, str]]) -> None:
+        """``wanted``: paths of parts, with the addresses they name; not empty."""
+        super().__init__(wanted[0][0], f"{MUST_BE_DATA} here: images are fetched for answers alone")
+        self.wanted = wanted
+
+
 class ContextTooLong(InvalidRequest):
     """The prompt, or the prompt and the tokens asked for, exceed the model's context. Clients look for this
     wording."""
@@ -194,18 +206,14 @@ class HeadersTooLarge(ApiError):
     status, kind = 431, "invalid_request_error"
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(
-            f"The request's headers have more than {max_bytes} bytes; send fewer or shorter ones."
-        )
+        super().__init__(f"The headers have more than {max_bytes} bytes; send fewer or shorter ones.")
 
 
 class BodyTooLarge(ApiError):
     status, kind, code = 413, "invalid_request_error", "request_too_large"
 
     def __init__(self, max_body_bytes: int) -> None:
-        super().__init__(
-            f"The request body is larger than {max_body_bytes} bytes, the most this server accepts."
-        )
+        super().__init__(f"The body is larger than {max_body_bytes} bytes, the most this server accepts.")
 
 
 class UnsupportedMediaType(ApiError):

@@ -205,6 +205,7 @@ def _model_of(settings: CoordinatorSettings, lifecycle: Lifecycle, names: frozen
         settings.model_name,
         settings.names[1:],
         max_model_len=settings.max_model_len,
+        image_max_pixels=settings.image_max_pixels,
         tool_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
         trusts_templates=settings.trust_request_chat_template,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
@@ -34,6 +34,7 @@ from .http.access_gate import AccessGate
 from .http.limits import HttpLimits
 from .http.listening_server import ListeningServer, bind
 from .http.overload import Overload
+from .images.opening import fetcher_of
 from .lifecycle.request import Fleet
 from .listeners import ListenerFailures, Listeners
 from .metrics.body_log import BodyLog
@@ -59,16 +60,11 @@ from .stored_bytes import StoredBytes
 from .tenants.tenancy import Tenancy
 from .text.served_model import ServedModel
 
-POLL_S = 0.02
-SAMPLE_EVERY_S, ROUTES_EVERY_S = 2.0, 0.5
+if TYPE_CHECKING:
+    from .images.fetching import ImageFetcher
+
+POLL_S, SAMPLE_EVERY_S, ROUTES_EVERY_S = 0.02, 2.0, 0.5
 DAY_S = 86_400.0
-
-
-def batches_of(settings: CoordinatorSettings) -> BatchOptions | None:
-    """None: there are no batches."""
-    if settings.batch_file is None:
-        return None
-    return BatchOptions(settings.batch_file, keep_s=settings.retention_days * DAY_S)
 
 
 @dataclass(frozen=True)
@@ -94,6 +90,7 @@ class AppParts:
     bodies: BodyLog | None = None
     tracing: Tracing | None = None
     times_tokens: bool = False
+    images: ImageFetcher | None = None  # None: none are fetched
     responses: ResponseStore | None = None
     stored: StoredBytes = field(default_factory=StoredBytes)
     settings: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, for /server_info
@@ -132,6 +129,7 @@ class HttpApp:
             parts.bodies,
             parts.tracing,
             parts.times_tokens,
+            parts.images,
         )
         of_routes = RouteCollector(self.generation.route_counts)
         for collector in (self.overload, self.stored, FailuresCollector(failures.counts), of_routes):
@@ -209,8 +207,10 @@ def app_of(
 ) -> HttpApp:
     """Make the application that the settings describe. Raises CannotStart."""
     key_file, counted, (first, *further) = settings.admin_key_file, settings.counted_files, served
+    overload, limits = Overload(settings.overload_limits), settings.http_limits
+    batch_file, keep_s = settings.batch_file, settings.retention_days * DAY_S
     parts = AppParts(
-        limits=settings.http_limits,
+        limits=limits,
         system=first.system,
         further=further,
         operators=None if key_file is None else Operators(admin_key(key_file), file=key_file),
@@ -218,17 +218,18 @@ def app_of(
         more_admin=None
         if settings.admin_port is None
         else [*tenant_routes(settings.tenants_file, counted), *usage_routes(settings.metered_to)],
-        batches=batches_of(settings),
+        batches=None if batch_file is None else BatchOptions(batch_file, keep_s=keep_s),
         price_per_hour=settings.price_per_hour,
         front=front_door_of(settings),
-        overload=Overload(settings.overload_limits),
+        overload=overload,
         failures=failures,
         objectives=settings.objectives,
         folders=settings.folders,
         bodies=bodies,
         tracing=tracing,
         times_tokens=settings.trace_token_times,
-        responses=opened_store(settings.responses_file, settings.retention_days * DAY_S),
+        images=fetcher_of(settings.image_hosts, limits.max_body_bytes, overload),
+        responses=opened_store(settings.responses_file, keep_s),
         stored=StoredBytes(counted),
         settings=settings.model_dump(mode="json"),
         ollama=settings.ollama,
@@ -244,8 +245,7 @@ def app_of(
 
 
 class HttpServer:
-    """Runs an application on one listening socket. ``start`` and ``stop`` are called in the loop that is to
-    run it."""
+    """Runs an application on one listening socket, in the loop that calls ``start`` and ``stop``."""
 
     def __init__(self, app: HttpApp, *, host: str = "127.0.0.1", port: int = 0, shared: bool = False) -> None:
         """Binds at once; ``shared``: beside other processes on the same port. Raises OSError with the address

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..transport.process.settings import ClusterKeySettings
 from .chat_output.style import ReasoningOption, ToolParserOption
-from .http.access.url import is_loopback
+from .http.access.url import is_loopback, listed
 from .http.settings import HttpSettings
+from .images.hosts import ImageHosts
 from .lifecycle.limits import LifecycleLimits
 from .metrics.objectives import Objectives
 from .metrics.settings import RecordSettings
@@ -60,6 +61,13 @@ class ModelSettings(BaseModel):
         description="Most tokens of prompt and output. Default: the model's, or as many as every worker "
         "holds.",
     )
+    image_max_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 31,
+        description="Most pixels of an image as the model takes it; larger ones are made smaller. Default: "
+        "the checkpoint's processor decides.",
+    )
     tool_call_parser: ToolParserOption = Field(
         default="auto", description="How the model writes tool calls. auto: by its chat template."
     )
@@ -99,7 +107,7 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         max_length=64,
         description="Further models, each with workers of its own: a list of `model`, `served_model_name`, "
         "`control_address` (port 0: any) and, where wanted, `revision`, `max_model_len`, "
-        "`tool_call_parser`, `reasoning_parser`.",
+        "`image_max_pixels`, `tool_call_parser`, `reasoning_parser`.",
     )
     routes_file: Path | None = Field(
         default=None,
@@ -215,6 +223,11 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
         where = self.responses_file
         return None if where is None or re.match(REDIS_URL, where) else Path(where)
 
+    @property
+    def image_hosts(self) -> ImageHosts | None:
+        """Hosts that images are fetched from. Raises ValueError."""
+        return ImageHosts(found) if (found := listed(self.image_domains)) else None
+
     def lifecycle_limits(self, siblings: tuple[str, ...]) -> LifecycleLimits:
         """The lifecycle's bounds; ``siblings``: where the other coordinator processes of this host listen to
         workers."""
@@ -257,6 +270,10 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings, ClusterK
             )
         if self.redis_url is not None and self.tenants_file is None:
             raise ValueError("--redis-url keeps the limits of --tenants-file: give that, too")
+        try:
+            _ = self.image_hosts
+        except ValueError as error:
+            raise ValueError(f"--image-domains: {error}") from error
         models = self.each_model()
         names = Counter(name for one in models for name in {*one.names})
         if shared := [name for name, count in names.items() if count > 1]:

@@ -249,6 +249,7 @@ class PlayedRole(ABC):
             home=host.home if host else "",
             peer_address=self._receiving.address,
             takes_images=process.model.takes_images,
+            joins_frames=True,
         )
 
     def _meet(self) -> Meet:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from ..errors import WrongField
-from ..generate.bodies.content import BASE64
+from ..generate.bodies.content import BASE64, is_address
 from ..generate.bodies.fields import INT64, Body, invalid, schema
 from ..generate.bodies.messages import MAX_MESSAGES
 from ..generate.bodies.tools import MAX_TOOLS
@@ -65,19 +65,21 @@ def _block(index: int, block: Any) -> Block:
 
 def _check_image(name: str, block: dict[str, Any]) -> None:
     source, changes = block["source"], block.get("transformations") or {}
-    if source.get("type") != "base64" or not _is_image(source):
+    if not _is_image(source):
         raise invalid(f"{name}: source {SOURCE}")
     if changes not in ({}, {"oversized_image": "downsize"}):
         raise invalid(f"{name}: transformations: an image that is too large is made smaller, nothing else")
 
 
-SOURCE = "must be of type 'base64' with `data` and `media_type` ('image/png'): this server fetches nothing"
+SOURCE = "must be of type 'base64' with `data` and `media_type` ('image/png'), or of type 'url' with `url`"
 
 
 def _is_image(source: dict[str, Any]) -> bool:
+    if source.get("type") == "url":
+        return isinstance(url := source.get("url"), str) and is_address(url)
     kind, data = source.get("media_type"), source.get("data")
     named = isinstance(kind, str) and re.fullmatch(r"image/[\w.+-]{1,64}", kind) is not None
-    return named and isinstance(data, str)
+    return source.get("type") == "base64" and named and isinstance(data, str)
 
 
 CONTENT = schema(
@@ -273,7 +275,9 @@ def _part(block: Block) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.fields["text"]}
     source = block.fields["source"]
-    return {"type": "image_url", "image_url": f"data:{source['media_type']}{BASE64}{source['data']}"}
+    is_url = source["type"] == "url"
+    url = source["url"] if is_url else f"data:{source['media_type']}{BASE64}{source['data']}"
+    return {"type": "image_url", "image_url": url}
 
 
 def _call(fields: dict[str, Any]) -> dict[str, Any]:

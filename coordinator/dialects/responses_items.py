@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import WrongField
-from ..generate.bodies.content import DETAILS, FETCHES_NOTHING, is_data
+from ..generate.bodies.content import DETAILS, NO_URL, is_address, is_data
 from .responses_tools import arguments_of, chat_name
 
 Item = dict[str, Any]
@@ -128,8 +128,8 @@ def _check_parts(content: Any, path: str, *, images: bool) -> None:
 def _check_image(part: Item, path: str) -> None:
     if part.get("file_id") is not None:
         raise WrongField(f"{path}.file_id", "this server keeps no images; send `image_url`")
-    if not isinstance(url := part.get("image_url"), str) or not is_data(url):
-        raise WrongField(f"{path}.image_url", FETCHES_NOTHING)
+    if not isinstance(url := part.get("image_url"), str) or not (is_data(url) or is_address(url)):
+        raise WrongField(f"{path}.image_url", NO_URL)
     if part.get("detail") not in DETAILS:
         raise WrongField(f"{path}.detail", f"must be {', '.join(filter(None, DETAILS))}")
 

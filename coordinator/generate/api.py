@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...transport.process.otel import Tracing
 from ..errors import ApiError, InternalError, MethodNotAllowed, Overloaded, WrongField
@@ -43,6 +43,9 @@ from .resumption import IdempotencyKey
 from .shadows import NAME as SHADOWS
 from .shadows import Shadows
 
+if TYPE_CHECKING:
+    from ..images.fetching import ImageFetcher
+
 SWEEP_EVERY_S = 1.0
 OVERDUE_S = 5.0
 """Seconds after its deadline at which a response is ended here, should the lifecycle have failed to."""
@@ -69,22 +72,21 @@ class GenerationApi:
         bodies: BodyLog | None = None,
         tracing: Tracing | None = None,
         times_tokens: bool = False,
+        images: ImageFetcher | None = None,
     ) -> None:
         """``times_tokens``: note when each token came, for the trace file."""
         self.servings, self.models, self.limits = servings, servings.models, limits
         self.metrics = servings.first.metrics  # also of requests whose model is not known yet
-        self.access = access or Access()
-        self.proxies = proxies or TrustedProxies()
-        self.overload = overload or Overload()
+        self.access, self.proxies = access or Access(), proxies or TrustedProxies()
+        self.overload, self._tenancy = overload or Overload(), tenancy or Tenancy()
         self.bodies, self.tracing, self.times_tokens = bodies, tracing, times_tokens
         self.reader = BodyReader(self.models, limits, self.overload)
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None  # the answer to every new request; None: they are served
-        self._tenancy = tenancy or Tenancy()
         self.directory = self._tenancy.directory
         self._unknown = UnknownFields()
         self._planners = {model.name: Planner(model, limits) for model in self.models.all}
-        self._costly = CostlyPlanner(self.reader, self._tenancy.limiter)
+        self._costly = CostlyPlanner(self.reader, self._tenancy.limiter, images)
         self.preparing: set[asyncio.Task[None]] = set()
         self._ids = RequestIds()
         self.handle = Arrivals(self._handle_arrived).add
@@ -245,14 +247,12 @@ class GenerationApi:
         if isinstance(answer, Shortage):
             exchange.discard()
             self.refuse(call, refusal_of(answer), metrics=exchange.serving.metrics)
-        elif call.gone:
+        elif call.gone or not self.overload.take("prompt_bytes", exchange.plan.num_prompt_bytes):
             exchange.discard()
             self._tenancy.limiter.settle(answer, 0)
-        elif not self.overload.take("prompt_bytes", exchange.plan.num_prompt_bytes):
-            exchange.discard()
-            self._tenancy.limiter.settle(answer, 0)
-            overloaded = Overloaded(TOO_MANY_PROMPTS, retry_after_s=1)
-            self.refuse(call, overloaded, metrics=exchange.serving.metrics)
+            if not call.gone:
+                overloaded = Overloaded(TOO_MANY_PROMPTS, retry_after_s=1)
+                self.refuse(call, overloaded, metrics=exchange.serving.metrics)
         else:
             exchange.admission, exchange.more_headers = answer, headers_of(answer.room)
             call.responder = self.open[call] = exchange

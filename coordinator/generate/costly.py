@@ -4,8 +4,10 @@ process. A key's limits are asked first."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
+from ..errors import MUST_BE_DATA, ImagesWanted, WrongField
 from ..http.call import Call
 from ..tenants.buckets import Shortage
 from ..tenants.tenancy import Admission, Answer, Limiter, refusal_of
@@ -14,6 +16,10 @@ from .plan import PLAN_HEADERS, Planner, RequestPlan
 from .prompts import has_images
 from .reader.body_reader import BodyReader
 
+if TYPE_CHECKING:  # it imports httpx, which most servers start without
+    from ..images.fetching import ImageFetcher
+
+NOT_FETCHED = f"{MUST_BE_DATA}: this server fetches nothing; its operator may allow hosts by --image-domains"
 Known = tuple[AskedRequest, Planner, str]
 """A request that is parsed, its model's planner, and the route by which it came (empty: none)."""
 
@@ -21,8 +27,9 @@ Known = tuple[AskedRequest, Planner, str]
 class CostlyPlanner:
     """Plans requests while the event loop goes on."""
 
-    def __init__(self, reader: BodyReader, limiter: Limiter) -> None:
-        self._reader, self._limiter = reader, limiter
+    def __init__(self, reader: BodyReader, limiter: Limiter, images: ImageFetcher | None) -> None:
+        """``images``: None: none are fetched."""
+        self._reader, self._limiter, self._images = reader, limiter, images
 
     async def plan(self, call: Call, known: Known | None) -> tuple[RequestPlan, Admission]:
         """Return the plan, and the admission of one request of one token so far. Raises ApiError.
@@ -40,15 +47,30 @@ class CostlyPlanner:
                 aside = planner.model.tokenizer.aside
                 plan = await aside(lambda: planner.plan(request, call.headers, own_class))
                 return plan._replace(route=route), admission
-            headers = {name: call.headers[name] for name in PLAN_HEADERS if name in call.headers}
-            how = call.endpoint, headers, own_class, call.prefers
-            read: RequestPlan = await self._reader.read("plan", call.body, *how)
-            if read.route and self._reader.refuses(read.model):  # since its reading began
-                read = await self._reader.read("plan", call.body, *how)
-            return read, admission
+            return await self._read(call), admission
         except BaseException:
             self._limiter.settle(admission, 0)
             raise
+
+    async def _read(self, call: Call) -> RequestPlan:
+        """Plan in the reader's process; twice where images are to be fetched, which that one finds out."""
+        headers = {name: call.headers[name] for name in PLAN_HEADERS if name in call.headers}
+
+        async def plan(fetched: Mapping[str, bytes]) -> RequestPlan:
+            how = call.endpoint, headers, call.account.priority_class, call.prefers, fetched
+            planned: RequestPlan = await self._reader.read("plan", call.body, *how)
+            if planned.route and self._reader.refuses(planned.model):  # since its reading began
+                planned = await self._reader.read("plan", call.body, *how)
+            return planned
+
+        try:
+            return await plan({})
+        except ImagesWanted as error:
+            if self._images is None:
+                raise WrongField(error.wanted[0][0], NOT_FETCHED) from None
+            wanted = error.wanted
+        async with self._images.fetched(wanted, call) as fetched:
+            return await plan(fetched)
 
     async def _asked(self, ask: Callable[[Answer], None]) -> Admission:
         """Wait for a limiter's answer. Raises RateLimited."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...transport.messages.images import MAX_IMAGES, MAX_PIXEL_BYTES, Image, image_name, image_token_ids
-from ..errors import ContextTooLong, WrongField
+from ..errors import ContextTooLong, ImagesWanted, WrongField
 from ..images.reading import MAX_PIXELS_IN_ALL, decoded, opened, resized
 from ..images.rules import ImageRules, NoImages
 from ..text.served_model import ServedModel
@@ -43,6 +43,24 @@ def rules_for(found: Found, model: ServedModel) -> ImageRules:
     return rules
 
 
+def check_here(found: Found) -> None:
+    """Raises ImagesWanted unless all images are here."""
+    if wanted := [(f"{path}[{part.number}].image_url", part.url) for path, part in found if part.url]:
+        raise ImagesWanted(wanted)
+
+
+def put_in(messages: Iterable[Message], fetched: Mapping[str, bytes]) -> None:
+    """Put the files that were fetched, by address, into the messages that name them."""
+    for message in messages:
+        if any(part.url for part in message.images):
+            message.content = tuple(
+                part._replace(data=fetched[part.url], url="")
+                if isinstance(part, ImagePart) and part.url in fetched
+                else part
+                for part in message.content
+            )
+
+
 def check_marks(token_ids: Sequence[int], num_images: int, rules: ImageRules) -> None:
     """Raises InvalidRequest unless the prompt has as many marks of images as there are images."""
     if (count := token_ids.count(rules.token_id)) != num_images:
@@ -65,7 +83,7 @@ def with_images(token_ids: Sequence[int], found: Found, rules: ImageRules, most:
         ids += token_ids[at:mark]
         at = mark + 1
         try:
-            picture = opened(decoded(part.data))
+            picture = opened(decoded(part.data) if isinstance(part.data, str) else part.data)
             if (num_looked_at := num_looked_at + picture.width * picture.height) > MAX_PIXELS_IN_ALL:
                 raise ValueError(f"with those before it has more than {MAX_PIXELS_IN_ALL:,} pixels")
             picture = resized(picture, rules.bounded_size)

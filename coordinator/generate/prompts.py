@@ -16,7 +16,7 @@ from .bodies.completion import CompletionRequest
 from .bodies.fields import MAX_TOKENS
 from .bodies.messages import Message, TemplateFields
 from .bodies.tools import Tool
-from .image_prompts import check_marks, images_of, rules_for, with_images
+from .image_prompts import check_here, check_marks, images_of, rules_for, with_images
 
 GenerateRequest = CompletionRequest | ChatCompletionRequest
 TAIL_CHARS = 96
@@ -175,6 +175,7 @@ def chat_prompt(
     check_marks(token_ids, len(images), rules)
     if not images:
         return Prompt(token_ids, text)
+    check_here(images)
     placed = with_images(token_ids, images, rules, model.max_model_len if most is None else most)
     return Prompt(placed.token_ids, text, placed.images, rules.token_id)
 

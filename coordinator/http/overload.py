@@ -1,5 +1,5 @@
 """Bounds on what all clients together may hold of the coordinator: connections, bodies, WebSocket messages,
-bytes to be tokenized, prompts, and answers that their clients have not read yet.
+fetched images, bytes to be tokenized, prompts, and answers that their clients have not read yet.
 
 A connection is idle (between requests), sending (a request or message has begun and is not whole) or at work.
 Where a bound is met, idle connections give way to new ones, then those that have been sending longest; what
@@ -25,8 +25,9 @@ from ...transport.process.host import allow_many_files
 from ..errors import ApiError, Unavailable
 
 Resource = Literal[
-    "connections", "body_bytes", "websocket_bytes", "tokenizer_bytes", "prompt_bytes", "answer_bytes"
-]
+    "connections", "body_bytes", "websocket_bytes", "image_bytes", "tokenizer_bytes", "prompt_bytes",
+    "answer_bytes",
+]  # fmt: skip
 Action = Literal["idle_closed", "sending_ended", "reading_ended", "refused"]
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -49,6 +50,7 @@ WHAT: dict[Resource, str] = {
     ),
     "body_bytes": f"bytes of request bodies are held, the most there may be ({BOUND})",
     "websocket_bytes": f"bytes of WebSocket messages are held, the most there may be ({BOUND})",
+    "image_bytes": f"bytes of fetched images are held, the most there may be ({BOUND})",
     "tokenizer_bytes": f"bytes of large requests are being read, the most there may be (half of {BOUND})",
     "prompt_bytes": f"bytes of prompts wait or run, the most there may be (4 times {BOUND})",
     "answer_bytes": f"bytes of answers wait to be read, the most there may be (4 times {BOUND})",
@@ -63,8 +65,8 @@ class OverloadLimits:
     max_connections: int = MAX_CONNECTIONS
     """Or as many as the process may open files, if that is fewer."""
     max_held_bytes: int = MIN_HELD_BYTES
-    """Bound of bodies, and of WebSocket messages; half of it for bodies that are tokenized, 4 times for
-    prompts, and for answers."""
+    """Bound of bodies, of WebSocket messages, and of fetched images; half of it for bodies that are
+    tokenized, 4 times for prompts, and for answers."""
 
 
 class Connection(Protocol):
@@ -84,6 +86,7 @@ class Overload:
             "connections": max(RESERVED, min(limits.max_connections, _most_files() - OTHER_FILES - RESERVED)),
             "body_bytes": held,
             "websocket_bytes": held,
+            "image_bytes": held,
             "tokenizer_bytes": held // 2,
             "prompt_bytes": 4 * held,
             "answer_bytes": 4 * held,

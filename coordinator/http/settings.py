@@ -53,6 +53,13 @@ class HttpSettings(BaseModel):
         description="Proxies whose X-Forwarded-For, X-Forwarded-Proto and Forwarded headers are "
         "trusted: addresses or networks, with commas between. Default: none.",
     )
+    image_domains: str = Field(
+        default="",
+        max_length=65_536,
+        description="Hosts that images of chats are fetched from, with commas between: example.com, "
+        "*.example.com, example.com:8080, an IP address; + before a name: it may have a private address. "
+        "Default: none.",
+    )
     tls_cert: Path | None = Field(
         default=None,
         description="Certificate with its chain, in PEM: all HTTP ports speak TLS only. It is read "

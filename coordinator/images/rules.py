@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 from ...transport.messages.images import MAX_PIXEL_BYTES
 from .reading import BICUBIC
@@ -29,6 +29,12 @@ class NoImages(NamedTuple):
 
     why: str = ""
 
+    def bounded_by(self, bound: int | None) -> Self:
+        """See ``ImageRules``."""
+        if bound is not None:
+            raise ValueError(f"--image-max-pixels {bound}: the model takes no images")
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class ImageRules(ABC):
@@ -39,6 +45,8 @@ class ImageRules(ABC):
     token_id: int
     side: int
     """Pixels of the square that becomes one feature."""
+    bound: int | None = field(default=None, kw_only=True)
+    """The server's own bound of an image's pixels. None: the model's holds alone."""
 
     @abstractmethod
     def size(self, height: int, width: int) -> tuple[int, int]:
@@ -52,12 +60,32 @@ class ImageRules(ABC):
     def num_positions(self, rows: int, columns: int) -> int:
         """Return ``Image.num_positions``."""
 
+    @property
+    @abstractmethod
+    def least(self) -> int:
+        """Pixels that each image has at least."""
+
+    def bounded_by(self, bound: int | None) -> Self:
+        """Return the rules of a server with a bound of its own. Raises ValueError."""
+        if bound is not None and bound < self.least:
+            raise ValueError(f"--image-max-pixels {bound}: the model's images have {self.least} or more")
+        return replace(self, bound=bound)
+
     def bounded_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return ``size``, of an image that a request has room for. Raises ValueError."""
-        height, width = self.size(height, width)
-        if height * width > MOST_PIXELS:
-            raise ValueError(f"it would have {height} x {width} pixels for the model, too many")
-        return height, width
+        """Return ``size`` within ``bound``, of an image that a request has room for. Raises ValueError."""
+        to_height, to_width = self.size(height, width)
+        if self.bound is not None and to_height * to_width > self.bound:
+            to_height, to_width = self._shrunk(height, width, self.bound)
+        if to_height * to_width > MOST_PIXELS:
+            raise ValueError(f"it would have {to_height} x {to_width} pixels for the model, too many")
+        return to_height, to_width
+
+    def _shrunk(self, height: int, width: int, bound: int) -> tuple[int, int]:
+        """Return a size of at most ``bound`` pixels, about of an image's shape."""
+        shrink, most = math.sqrt(height * width / bound), bound // self.side**2
+        rows = min(most, max(1, math.floor(height / shrink / self.side)))
+        columns = min(most // rows, max(1, math.floor(width / shrink / self.side)))
+        return rows * self.side, columns * self.side
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +95,18 @@ class QwenImages(ImageRules):
     least_pixels: int
     most_pixels: int
 
+    @property
+    def least(self) -> int:
+        return self.least_pixels
+
     def size(self, height: int, width: int) -> tuple[int, int]:
         if max(height, width) > MAX_RATIO * min(height, width):
             raise ValueError(f"one of its sides is more than {MAX_RATIO} times as long as the other")
         side, num_pixels = self.side, height * width
         rows, columns = round(height / side), round(width / side)
-        if rows * columns * side * side > self.most_pixels:
-            shrink = math.sqrt(num_pixels / self.most_pixels)
+        most = min(self.most_pixels, self.bound or self.most_pixels)
+        if rows * columns * side * side > most:
+            shrink = math.sqrt(num_pixels / most)
             rows = max(1, math.floor(height / shrink / side))
             columns = max(1, math.floor(width / shrink / side))
         elif rows * columns * side * side < self.least_pixels:
@@ -96,6 +129,10 @@ class PixtralImages(ImageRules):
     most_width: int
     row_end: int
     image_end: int
+
+    @property
+    def least(self) -> int:
+        return self.side * self.side
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         shrink = max(height / self.most_height, width / self.most_width)

@@ -14,6 +14,7 @@ from splitserve.coordinator.batch.files import StoredFile
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.http.limits import HttpLimits
+from splitserve.coordinator.images.fetching import ImageFetcher
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -21,11 +22,13 @@ CHAT = "/v1/chat/completions"
 
 
 @asynccontextmanager
-async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) -> AsyncIterator[AsyncOpenAI]:
+async def serving(
+    dispatcher: FakeDispatcher, model: ServedModel, path: Path, images: ImageFetcher | None = None
+) -> AsyncIterator[AsyncOpenAI]:
     app = HttpApp(
         dispatcher,
         model,
-        AppParts(HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4)),
+        AppParts(HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4), images=images),
     )
     server = HttpServer(app)
     await server.start()

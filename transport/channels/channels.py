@@ -11,7 +11,8 @@ connects to one router and reconnects by itself, for ever. Neither ever blocks:
   dropped, counted and logged.
 
 Messages of one call of ``send`` travel as frames of one ZeroMQ message: the peer's thread, and both I/O
-threads, wake once for all. They are queued or dropped together.
+threads, wake once for all. They are queued or dropped together. A Prefill with many pixels is a ZeroMQ
+message of its own, in frames that other connections' messages come between (``pixel_frames.py``).
 
 A channel belongs to the thread that uses it. Loops wait on it with ``zmq.Poller`` (``channel.socket``), event
 loops with ``Attachment``. ``key=None`` means no encryption and no authentication: for an explicit --insecure
@@ -26,12 +27,14 @@ import socket
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from typing import cast
 
 import zmq
 
 from ..errors import AddressError
 from ..messages.codec import MAX_MESSAGE_BYTES
-from ..messages.messages import Message
+from ..messages.messages import Hello, Message
+from ..messages.pixel_frames import TAG
 from .keys import Authenticator, ClusterKey
 from .message_socket import ConnectionWatch, Context, LostConnections, MessageSocket
 
@@ -85,6 +88,8 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2_000
 worker, and replace a connection that a network has lost: TCP by itself would stand still for about as long
 again."""
 BACKLOG = 1_024
+MOST_JOIN = 10_000
+"""Peers that are known to join frames; the earliest are forgotten, and are sent whole messages."""
 REJOIN_S = 2.0  # time to connect again after a change of keys that ends all connections
 
 
@@ -103,6 +108,7 @@ class RouterChannel(MessageSocket):
         self._lost: LostConnections | None = None
         self._rejoined_by = float("-inf")
         self._key: ClusterKey | None = None
+        self._join = dict[bytes, None]()  # peers that join the frames of a Prefill, by their Hello
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @classmethod
@@ -149,7 +155,7 @@ class RouterChannel(MessageSocket):
 
     def send(self, peer: bytes, *messages: Message) -> bool:
         """Queue ``messages`` for ``peer``. Return False where any had to be dropped."""
-        return self._send([peer], messages)
+        return (self._send_split if peer in self._join else self._send)([peer], messages)
 
     def reach(self, peer: bytes, *messages: Message) -> bool:
         """``send``; return whether ``peer`` is connected; also while there are two keys (a connection may
@@ -160,12 +166,15 @@ class RouterChannel(MessageSocket):
 
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
         """Return the messages of up to ``limit`` calls of ``send``, each with its sender's identity."""
-        return [
-            (frames[0], message)
-            for frames in self._receive(limit, 1)
-            for data in frames[1:]
-            if (message := self._decode(data, frames)) is not None
+        found = [
+            (frames[0], message) for frames in self._receive(limit, 1) for message in self._decoded(frames, 1)
         ]
+        for peer, message in found:
+            if isinstance(message, Hello) and message.joins_frames:
+                self._join[peer] = None
+        while len(self._join) > MOST_JOIN:
+            del self._join[next(iter(self._join))]
+        return found
 
     def watch_connections(self) -> None:
         """Let ``lost_any`` see connections that end from now on."""
@@ -240,14 +249,18 @@ class DealerChannel(MessageSocket):
         """Queue ``messages``. Return False where any had to be dropped."""
         return self._send([], messages)
 
+    def _arrival(self) -> list[bytes]:
+        first = self.socket.recv(zmq.NOBLOCK)
+        if not self.socket.getsockopt(zmq.RCVMORE):
+            return [first]
+        if first[:1] != TAG:
+            return [first, *self.socket.recv_multipart(zmq.NOBLOCK)]
+        pieces = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        return [first, *(cast(bytes, piece.buffer) for piece in pieces)]  # buffers: to join them copies
+
     def receive(self, limit: int) -> list[Message]:
         """Return the messages of up to ``limit`` calls of ``send``."""
-        return [
-            message
-            for frames in self._receive(limit, 0)
-            for data in frames
-            if (message := self._decode(data, frames)) is not None
-        ]
+        return [message for frames in self._receive(limit, 0) for message in self._decoded(frames, 0)]
 
 
 def _listen(socket: zmq.Socket[bytes], address: str, key: ClusterKey) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -15,12 +15,15 @@ from zmq.utils.monitor import recv_monitor_message
 from ..errors import BadMessage
 from ..messages.codec import decode, encode
 from ..messages.messages import Message, OtherVersion
+from ..messages.pixel_frames import MAX_FRAMES, TAG, Frame, has_large_pixels, joined, split
 
 MAX_TOGETHER = 256  # messages of one call of ``send``; a receiver refuses more
 LOG_EVERY_S = 5.0
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 @dataclass
@@ -61,50 +64,80 @@ class MessageSocket:
         if len(messages) > MAX_TOGETHER:
             sent = self._send(frames, messages[:MAX_TOGETHER])
             return self._send(frames, messages[MAX_TOGETHER:]) and sent
-        encoded = self._encode(messages)
+        encoded = [data for message in messages if (data := self._encoded(encode, message)) is not None]
+        return self._put(frames, encoded, len(encoded)) and len(encoded) == len(messages)
+
+    def _send_split(self, frames: list[bytes], messages: Sequence[Message]) -> bool:
+        """``_send``, with pixels in frames of their own: each such Prefill is a ZeroMQ message of its own."""
+        large = next((i for i, message in enumerate(messages) if has_large_pixels(message)), None)
+        if large is None:
+            return self._send(frames, messages)
+        before = not large or self._send(frames, messages[:large])
+        encoded = self._encoded(split, messages[large])
+        sent = encoded is not None and self._put(frames, encoded, 1)
+        rest = messages[large + 1 :]
+        return (not rest or self._send_split(frames, rest)) and before and sent
+
+    def _put(self, frames: list[bytes], encoded: Sequence[Frame], count: int) -> bool:
+        """``count``: messages in ``encoded``."""
         if not encoded:
             return False
         try:
-            self.socket.send_multipart([*frames, *encoded], zmq.NOBLOCK)
+            self.socket.send_multipart([*frames, *encoded], zmq.NOBLOCK, copy=count == len(encoded))
         except zmq.Again:
-            self.counters.dropped_full += len(encoded)
+            self.counters.dropped_full += count
             return False
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            self.counters.dropped_unknown += len(encoded)
+            self.counters.dropped_unknown += count
             return False
         finally:
             if self.after_send is not None:
                 self.after_send()
-        self.counters.sent += len(encoded)
-        return len(encoded) == len(messages)
+        self.counters.sent += count
+        return True
 
-    def _encode(self, messages: Sequence[Message]) -> list[bytes]:
-        encoded = []
-        for message in messages:
-            try:
-                encoded.append(encode(message))
-            except BadMessage as error:
-                self.counters.dropped_too_large += 1
-                _log.error("not sent: %s", error)
-        return encoded
+    def _encoded(self, encoder: Callable[[Message], T], message: Message) -> T | None:
+        try:
+            return encoder(message)
+        except BadMessage as error:
+            self.counters.dropped_too_large += 1
+            _log.error("not sent: %s", error)
+            return None
 
     def _receive(self, limit: int, num_before: int) -> list[list[bytes]]:
         """Return up to ``limit`` arrivals as frames; the first ``num_before`` of each are no messages."""
         arrivals: list[list[bytes]] = []
         while len(arrivals) < limit and self.readable:  # a check is cheaper than a refused call
-            arrivals.append(self.socket.recv_multipart(zmq.NOBLOCK))
-        most = num_before + MAX_TOGETHER
+            arrivals.append(self._arrival())
         return [
             frames
             for frames in arrivals
-            if num_before < len(frames) <= most or self._reject(frames, "wrong number of frames")
+            if num_before < len(frames) <= num_before + _most_frames(frames[num_before])
+            or self._reject(frames, "wrong number of frames")
         ]
 
-    def _decode(self, data: bytes, frames: list[bytes]) -> Message | None:
+    def _arrival(self) -> list[bytes]:
+        """Return the frames of the next ZeroMQ message."""
+        return self.socket.recv_multipart(zmq.NOBLOCK)
+
+    def _decoded(self, frames: list[bytes], num_before: int) -> Iterator[Message]:
+        """Yield the messages of one ZeroMQ message."""
+        own = frames[num_before:]
+        if own[0][:1] == TAG:
+            if (message := self._checked(frames, joined, own)) is not None:
+                yield message
+            return
+        for data in own:
+            if (message := self._checked(frames, decode, data)) is not None:
+                yield message
+
+    def _checked(
+        self, frames: list[bytes], decoder: Callable[[D, Collection[type[Message]]], Message], data: D
+    ) -> Message | None:
         try:
-            message = decode(data, self._allowed)
+            message = decoder(data, self._allowed)
         except BadMessage as error:
             self._reject(frames, str(error))
             return None
@@ -135,6 +168,11 @@ class MessageSocket:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _most_frames(first: bytes) -> int:
+    """Return how many frames a ZeroMQ message may have that begins with this one."""
+    return MAX_FRAMES if first[:1] == TAG else MAX_TOGETHER
 
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED

@@ -13,7 +13,7 @@ failure raises ``BadMessage``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, get_type_hints
@@ -62,6 +62,7 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     24: (messages.OtherVersion, Bounds()),
     25: (messages.Resume, Bounds()),
     26: (messages.SendPrefix, Bounds(max_bytes=17 * MIB)),
+    # 27: a Prefill in several frames, see pixel_frames.py
     32: (messages.Meet, Bounds(meets=True)),
     33: (messages.Offer, Bounds(max_bytes=17 * MIB)),
     34: (messages.Renew, Bounds(max_bytes=MIB)),
@@ -186,9 +187,14 @@ def _without_surrogates(value: Any) -> Any:
     return [_without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Message:
+def decode(
+    data: bytes | memoryview,
+    allowed: Collection[type[Message]],
+    fill: Callable[[Message], Message] | None = None,
+) -> Message:
     """The message in ``data``, which must be of one of the ``allowed`` types; OtherVersion for a Hello or
-    Meet of a process that does not work together with this one. Raises BadMessage and nothing else."""
+    Meet of a process that does not work together with this one. ``fill``: completes the message before its
+    fields are checked together; may raise ValueError. Raises BadMessage and nothing else."""
     if not data:
         raise BadMessage("empty message")
     kind, bounds = WIRE.get(data[0], (None, None))
@@ -206,6 +212,8 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
         if bounds.long_lists:
             _SKIPPER.decode(payload)
         message = decoder.decode(payload)
+        if fill is not None:
+            message = fill(message)
         checks.check(message)
         return message
     except _UNDECODABLE as error:

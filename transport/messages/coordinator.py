@@ -66,6 +66,7 @@ class Hello(Message, frozen=True, kw_only=True):
     mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
     home: Literal["", Role] = ""  # of a mixed process: the other role is for borrowed work
     takes_images: bool = False  # in prompts
+    joins_frames: bool = False  # a Prefill may come in several, see pixel_frames.py
 
 
 class Load(Message, frozen=True, kw_only=True):

@@ -13,14 +13,17 @@ DETAILS = (None, "auto", "low", "high", "original")
 BASE64 = ";base64,"
 MAX_HEAD_CHARS = 256
 """The longest beginning of a data: URL, before its data."""
-FETCHES_NOTHING = "must be a data: URL (data:image/png;base64,...): this server fetches nothing"
+NO_URL = "must be a data: URL (data:image/png;base64,...) or an http or https address"
+MAX_URL_CHARS = 8192
+"""The longest address to fetch."""
 
 
 class ImagePart(NamedTuple):
     """One image of a content."""
 
     number: int  # of the part
-    data: str  # base64
+    data: str | bytes  # base64, or the file itself
+    url: str = ""  # where the file is still to be fetched
 
 
 Content = str | tuple[str | ImagePart, ...]
@@ -42,7 +45,7 @@ def _part(index: int, part: Any) -> str | ImagePart:
     if not isinstance(part, dict):
         raise invalid(f'part {index} must be an object such as {{"type": "text", "text": "..."}}')
     if (kind := part.get("type")) == "image_url":
-        return ImagePart(index, _data(index, part.get(kind)))
+        return _image(index, part.get(kind))
     if kind not in TEXTS:
         raise invalid(f"part {index} has type {kind!r}; this server takes text and image_url")
     text = part.get(kind)
@@ -51,15 +54,17 @@ def _part(index: int, part: Any) -> str | ImagePart:
     return text
 
 
-def _data(index: int, image: Any) -> str:
+def _image(index: int, image: Any) -> ImagePart:
     url, detail = (image.get("url"), image.get("detail")) if isinstance(image, dict) else (image, None)
     if not isinstance(url, str):
         raise invalid(f"part {index} needs a string `image_url.url`")
     if detail not in DETAILS:
         raise invalid(f"part {index}: image_url.detail must be {', '.join(filter(None, DETAILS))}")
-    if not is_data(url):
-        raise invalid(f"part {index}: image_url {FETCHES_NOTHING}")
-    return url.partition(BASE64)[2]
+    if is_data(url):
+        return ImagePart(index, url.partition(BASE64)[2])
+    if not is_address(url):
+        raise invalid(f"part {index}: image_url {NO_URL}")
+    return ImagePart(index, "", url)
 
 
 def is_data(url: str) -> bool:
@@ -67,7 +72,12 @@ def is_data(url: str) -> bool:
     return url.startswith("data:") and BASE64 in url[:MAX_HEAD_CHARS]
 
 
-_URL: dict[str, Any] = {"type": "string", "pattern": f"^data:[^,]*{BASE64}"}
+def is_address(url: str) -> bool:
+    """Whether a URL begins as one to fetch."""
+    return url[:8].lower().startswith(("http://", "https://")) and len(url) <= MAX_URL_CHARS
+
+
+_URL: dict[str, Any] = {"type": "string", "pattern": f"^(data:[^,]*{BASE64}|[hH][tT][tT][pP][sS]?://)"}
 _DETAIL: dict[str, Any] = {"enum": [*DETAILS]}
 _IMAGE_URL: list[dict[str, Any]] = [
     _URL, {"type": "object", "required": ["url"], "properties": {"url": _URL, "detail": _DETAIL}}

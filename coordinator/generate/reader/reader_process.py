@@ -25,8 +25,10 @@ from ...lifecycle.adapters import AdapterNames
 from ...lifecycle.request import PriorityClass
 from ...text.served_model import ServedModel, ServedModels
 from ...validation import validated
+from ..bodies.chat import ChatCompletionRequest
 from ..bodies.fields import Body
 from ..conversation import decide, page_model
+from ..image_prompts import put_in
 from ..plan import Planner, RequestPlan, parse
 from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from .allocator import give_memory_back, trimmer
@@ -77,12 +79,16 @@ class Work:
         headers: Mapping[bytes, bytes],
         own_class: PriorityClass,
         prefers: str,
+        fetched: Mapping[str, bytes],
         body: bytearray,
     ) -> RequestPlan:
-        """Plan a request for tokens. See ``Planner.plan`` and ``decide``."""
+        """Plan a request for tokens. See ``Planner.plan`` and ``decide``. ``fetched``: its images, by
+        address."""
         check_size(body)
         request = parse(endpoint, body)
         route = decide(self._models, request, headers, prefers)
+        if isinstance(request, ChatCompletionRequest):
+            put_in(request.messages, fetched)
         planner = self._planners[self._models.of(request.model).name]
         return planner.plan(request, headers, own_class)._replace(route=route)
 
