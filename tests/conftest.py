@@ -66,18 +66,14 @@ def tried(record_property: Callable[[str, object], None]) -> Callable[[str, str,
 
 
 HANGS_AFTER_S = 700.0
-"""After which a setup, a call or a teardown ends its process, with a dump of all threads: more than any time
-limit. pytest-timeout ends neither what hangs in native code nor the teardown of a test that has failed."""
+"""After which a test ends its process, with a dump of all threads: more than any time limit. pytest-timeout
+ends neither what hangs in native code nor the teardown of a test that has failed."""
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def _watched(item: pytest.Item) -> Generator[None, object, object]:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     stderr = item.config.stash[fault_handler_stderr_fd_key]
     faulthandler.dump_traceback_later(HANGS_AFTER_S, file=stderr, exit=True)
-    return (yield)
-
-
-pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _watched
 
 
 def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
