@@ -70,7 +70,7 @@ class LoadedModel:
         config = model_config(settings)
         self.device = select_device(settings.device, rank.number, rank.size)
         check_formats(settings, config, self.device)
-        check_split(config, rank.size, settings.exact)
+        check_split(config, rank.size, settings.exact, settings.expert_parallel)
         config = split_experts(config, rank.size, settings.expert_parallel)
         if config.mixture is not None and first is None:
             log_split(config.mixture, rank.size, settings.expert_parallel)

@@ -37,6 +37,15 @@ def split_experts(config: ModelConfig, size: int, whole: bool = False) -> ModelC
     return replace(config, mixture=replace(mixture, whole_experts=whole, whole_shared=alone))
 
 
+def some_for_each(config: ModelConfig, size: int, whole: bool) -> bool:
+    """Whether each of ``size`` ranks has a part of the experts, if there are any; ``whole``: see
+    ``split_experts``."""
+    if (mixture := config.mixture) is None or size <= mixture.shape.num_experts:
+        return True
+    split = split_experts(config, size, whole).mixture
+    return split is not None and not split.whole_experts
+
+
 def log_split(mixture: MixtureConfig, size: int, asked: bool) -> None:
     """Log where ranks have other parts than slices. ``asked``: for whole experts."""
     shape = mixture.shape

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...kernels.mixture_shape import MixtureShape
 from ..errors import ModelConfigError
 from .config import ModelConfig
+from .expert_split import some_for_each
 from .mixture_config import MixtureConfig
 from .short_conv_config import ShortConvConfig
 
@@ -121,8 +122,9 @@ def own_experts(mixture: MixtureConfig, rank: Rank) -> MixtureShape:
     return replace(shape, shared_size=shared, own=range(first, first + each + (number < more)))
 
 
-def check_split(config: ModelConfig, size: int, exact: bool) -> None:
-    """Raise ModelConfigError where the model cannot be split among ``size`` ranks."""
+def check_split(config: ModelConfig, size: int, exact: bool, whole_experts: bool = False) -> None:
+    """Raise ModelConfigError where the model cannot be split among ``size`` ranks. ``whole_experts``: as
+    asked for; slices of them fit more ranks than there are experts."""
     if size == 1:
         return
     sizes = {"attention heads": config.num_heads}
@@ -135,22 +137,25 @@ def check_split(config: ModelConfig, size: int, exact: bool) -> None:
     mixture = config.mixture
     if mixture is None or mixture.names.beside or not all(mixture.layers):
         sizes["columns of an MLP"] = config.intermediate_size
-    most = MOST_RANKS if mixture is None else mixture.shape.num_experts
     one_rank_a_head = config.full_heads is not None or config.recurrent is not None
 
     def fits(count: int) -> bool:
         heads = config.num_kv_heads
         return (
-            count <= most
-            and not any(total % count for total in sizes.values())
+            not any(total % count for total in sizes.values())
             and (heads % count == 0 or (count % heads == 0 and not one_rank_a_head))
+            and some_for_each(config, count, whole_experts)
         )
 
     if not fits(size):
         possible = ", ".join(str(count) for count in range(2, MOST_RANKS + 1) if fits(count)) or "none"
         found = ", ".join(f"{total} {name}" for name, total in sizes.items())
-        more = f", or is more than its {most} experts" if size > most else ""
+        if mixture is not None and not some_for_each(config, size, whole_experts):
+            raise ModelConfigError(
+                f"--tensor-parallel-size {size}: each rank needs a whole one of {mixture.shape.num_experts} "
+                f"experts (possible: {possible})"
+            )
         raise ModelConfigError(
             f"--tensor-parallel-size {size} does not divide {found} and {config.num_kv_heads} key-value "
-            f"heads evenly{more} (possible: {possible})"
+            f"heads evenly (possible: {possible})"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 import sys
@@ -170,7 +171,9 @@ def test_small_pages_under_weights_are_warned_of_with_the_remedy(
 ) -> None:
     monkeypatch.setattr(huge_pages, "SETTING", tmp_path / "enabled")
     (tmp_path / "enabled").write_text(setting)
-    huge_pages.warn_of_small_pages([torch.zeros(1 << 20)])  # of malloc
+    memory = mmap.mmap(-1, 4 << 20)  # malloc may give memory that an earlier test had on huge pages
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    huge_pages.warn_of_small_pages([torch.frombuffer(memory, dtype=torch.uint8).fill_(1)])
     assert re.search(r"\b\d% of the weights lie on huge pages", caplog.text)
     assert remedy in caplog.text
 

@@ -125,6 +125,20 @@ def test_ranks_read_and_keep_their_own_experts(tmp_path: Path, monkeypatch: pyte
     assert parts == [*(f"{i}-of-4-whole-experts" for i in range(4)), "0-of-2", "1-of-2"]
 
 
+def test_more_ranks_than_experts(tmp_path: Path) -> None:
+    """Each has a slice of all four, but no whole one."""
+    reference, prompt = make_checkpoint(tmp_path, "mixtral", num_attention_heads=8), random_tokens(40, seed=5)
+    runner = make_runner(tmp_path, 8)
+    found = decoded(runner, prefill(runner, prompt, 30, first_block=2))
+    assert found == greedy_tokens(reference, prompt, found, NUM_TOKENS)
+    refusal = r"size 8: each rank needs a whole one of 4 experts \(possible: 2, 4\)"
+    with pytest.raises(ModelConfigError, match=refusal):
+        make_runner(tmp_path, 8, expert_parallel=True)
+    make_checkpoint(tmp_path / "odd", "mixtral", num_attention_heads=8, intermediate_size=162)
+    with pytest.raises(ModelConfigError, match=refusal):
+        make_runner(tmp_path / "odd", 8)
+
+
 def test_a_model_without_experts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama2")
     with pytest.raises(ModelConfigError, match="--expert-parallel: the model has no experts"):
