@@ -8,7 +8,6 @@ nor where its name leads is shown to clients.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from ..http.body import ClientGone
 from ..http.call import Call
 from ..http.overload import Overload
 from .hosts import ImageHosts, is_public, port_of
+from .resolving import Resolver
 
 TIMEOUT_S = 10.0
 """Bound of all images of a request together."""
@@ -39,20 +39,15 @@ Wanted = Sequence[tuple[str, str]]
 """Paths of parts of a body, with the addresses they name."""
 
 
-async def resolved(name: str, port: int) -> Sequence[str]:
-    """See ``Resolve``."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
 class ImageFetcher:
     """One for each process."""
 
     def __init__(
-        self, hosts: ImageHosts, max_bytes: int, overload: Overload, resolve: Resolve = resolved
+        self, hosts: ImageHosts, max_bytes: int, overload: Overload, resolve: Resolve | None = None
     ) -> None:
         """``max_bytes``: of all images of a request."""
-        self._hosts, self._max_bytes, self._overload, self._resolve = hosts, max_bytes, overload, resolve
+        self._hosts, self._max_bytes, self._overload = hosts, max_bytes, overload
+        self._resolve = resolve or Resolver()
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
         # below httpx's client: that one keeps cookies, follows redirects and reads the environment
         self._transport = httpx.AsyncHTTPTransport(
