@@ -135,6 +135,19 @@ async def test_only_so_many_run(routed: Routed, monkeypatch: pytest.MonkeyPatch)
     await until(routed, dropped=1, same=3)
 
 
+async def test_their_prompts_are_bounded(routed: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of images are large, and a slow copy keeps its own after the first has ended."""
+    routed.b.hold = True
+    await ask(routed)
+    (shadow,) = routed.server.app.generation.shadows._running
+    monkeypatch.setattr(shadows, "MAX_PROMPT_BYTES", int(2.5 * shadow.num_prompt_bytes))
+    await ask(routed)
+    await ask(routed)
+    assert results(routed) == {"dropped": 1}
+    routed.b.hold = False
+    await until(routed, dropped=1, same=2)
+
+
 async def test_a_stop_string_ends_the_comparison(routed: Routed) -> None:
     """The first is cut off there; the copy, which is slower, need not go on."""
     routed.b.step_s = 0.002
