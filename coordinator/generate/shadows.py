@@ -144,6 +144,7 @@ class _Copy:
             arrival=monotonic(),
             deadline=first.deadline,
             priority_class="batch",
+            is_copy=True,
             salt=first.salt,
             session=first.session,
         )

@@ -59,6 +59,7 @@ async def test_the_same_answer(routed: Routed, stream: bool) -> None:
     assert copy.request_id == f"shadow-{first.request_id}"
     assert list(copy.prompt_token_ids) == list(first.prompt_token_ids)
     assert (copy.priority_class, copy.tenant, copy.sampling) == ("batch", "", first.sampling)
+    assert (first.is_copy, copy.is_copy) == (False, True)
     assert not routed.b.cancelled
 
 
