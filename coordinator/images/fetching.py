@@ -30,6 +30,8 @@ MAX_REDIRECTS = 3
 MAX_AT_ONCE = 32
 MAX_OF_REQUEST = 8
 """Bound of one request, which leaves room for others."""
+PIECES_A_TURN = 64
+"""Pieces of an answer that are read before streams are served again: 1 to 2 ms."""
 MAX_SHOWN_CHARS = 200
 REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = {"user-agent": "splitserve", "accept": "image/*", "accept-encoding": "identity"}
@@ -194,7 +196,11 @@ class _Request:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise ValueError("answered with compressed data, which was not asked for")
         data = bytearray()
+        num_pieces = 0
         async for piece in response.aiter_raw():
+            num_pieces += 1
+            if num_pieces % PIECES_A_TURN == 0:  # thousands of tiny ones may be here already
+                await asyncio.sleep(0)
             if self._held + len(piece) > self._max_bytes:
                 raise ValueError(f"is too large: images may have {self._max_bytes:,} bytes in a request")
             if not self._overload.take("image_bytes", len(piece)):
