@@ -8,13 +8,14 @@ nor where its name leads is shown to clients.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 
-from ..errors import ApiError, Overloaded, WrongField
+from ..errors import ApiError, DeadlineExceeded, Overloaded, WrongField
 from ..http.body import ClientGone
 from ..http.call import Call
 from ..http.overload import Overload
@@ -35,6 +36,7 @@ PIECES_A_TURN = 64
 MAX_SHOWN_CHARS = 200
 REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = {"user-agent": "splitserve", "accept": "image/*", "accept-encoding": "identity"}
+TOO_SLOW = "The request did not end within its {:g} s: its images were being fetched; allow more time."
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the IP addresses of a host's name. Raises OSError."""
 Wanted = Sequence[tuple[str, str]]
@@ -59,15 +61,17 @@ class ImageFetcher:
         )
 
     @asynccontextmanager
-    async def fetched(self, wanted: Wanted, call: Call) -> AsyncIterator[dict[str, bytes]]:
-        """Yield the files by their addresses; their memory counts until the end. Raises WrongField,
-        Overloaded, or ClientGone."""
+    async def fetched(
+        self, wanted: Wanted, call: Call, timeout_s: float = math.inf
+    ) -> AsyncIterator[dict[str, bytes]]:
+        """Yield the files by their addresses; their memory counts until the end. ``timeout_s``: of the
+        request. Raises WrongField, Overloaded, DeadlineExceeded or ClientGone."""
         request = _Request(self._max_bytes, self._overload)
         try:
             if call.gone:
                 raise ClientGone
             paths = {url: path for path, url in reversed(wanted)}
-            fetching = asyncio.ensure_future(self._all(request, paths))
+            fetching = asyncio.ensure_future(self._all(request, paths, timeout_s))
             call.responder = _Cancels(fetching)
             try:
                 files = await fetching
@@ -81,7 +85,7 @@ class ImageFetcher:
         finally:
             request.close()
 
-    async def _all(self, request: _Request, paths: dict[str, str]) -> dict[str, bytes]:
+    async def _all(self, request: _Request, paths: dict[str, str], timeout_s: float) -> dict[str, bytes]:
         parsed = {url: self._checked(url, path) for url, path in paths.items()}
         own = asyncio.Semaphore(MAX_OF_REQUEST)
 
@@ -96,9 +100,11 @@ class ImageFetcher:
         request.waiting = set(paths)
         tasks = {url: asyncio.ensure_future(one(url)) for url in paths}
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(min(TIMEOUT_S, timeout_s)):
                 return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         except TimeoutError as error:
+            if timeout_s <= TIMEOUT_S:
+                raise DeadlineExceeded(TOO_SLOW.format(timeout_s)) from error
             if len(request.waiting) == len(paths):
                 raise too_many() from error
             late = [url for url, task in tasks.items() if task.cancelled()] or [*tasks]
