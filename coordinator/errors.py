@@ -129,7 +129,7 @@ class ImagesWanted(WrongField):
     def __init__(self, wanted: Sequence[tuple[str, str]]) -> None:
         """``wanted``: paths of parts, with the addresses they name; not empty."""
         super().__init__(wanted[0][0], f"{MUST_BE_DATA} here: images are fetched for answers alone")
-        self.wanted = wanted
+        self.wanted, self.timeout_s = wanted, math.inf  # seconds that the request may take
 
 
 class ContextTooLong(InvalidRequest):

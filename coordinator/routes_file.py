@@ -77,7 +77,7 @@ class RoutesFile:
 def routes_of(path: Path, models: ServedModels) -> dict[str, ModelRoute]:
     """Read a file. Raises OSError, or ValueError with a sentence."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = _read(path)
         if not isinstance(content, dict):
             raise ValueError("it must hold `routes:` and a list; without routes `routes: []`")
         fields = RoutesFields.model_validate(content)
@@ -94,6 +94,15 @@ def routes_of(path: Path, models: ServedModels) -> dict[str, ModelRoute]:
         raise ValueError(f"{path}: {place}{error.problem}") from error
     except (yaml.YAMLError, ValueError) as error:  # also bytes that are no UTF-8
         raise ValueError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> object:
+    """Raises OSError, YAMLError or ValueError."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (RecursionError, LookupError, AttributeError, TypeError) as error:  # the library's, unmapped
+        fault = "it is too deep" if isinstance(error, RecursionError) else "a value is not of its !!type"
+        raise ValueError(f"{fault}: a file of routes is a plain list") from error
 
 
 def _route_of(fields: RouteFields, models: ServedModels) -> ModelRoute:

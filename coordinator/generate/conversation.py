@@ -8,6 +8,7 @@ from hashlib import blake2b
 from ..text.served_model import ServedModel, ServedModels
 from .bodies.chat import ChatCompletionRequest
 from .bodies.messages import Message
+from .bodies.rerank import ScoringFields
 from .prompts import GenerateRequest
 from .rerank_prompts import PromptRequest
 from .token_pages import DetokenizeRequest, TokenizeRequest
@@ -64,7 +65,8 @@ def page_model(models: ServedModels, asked: TokenizeRequest | DetokenizeRequest)
 def key_of(request: AskedRequest, headers: Mapping[bytes, bytes]) -> str:
     """Return the key of the request's conversation: its session, else how it begins."""
     if isinstance(request, PromptRequest):
-        return header_of(headers, SESSION_HEADER) or request.user or prompt_key(request.input)
+        prompts = ["".join(request.pairs[0])] if isinstance(request, ScoringFields) else request.input
+        return header_of(headers, SESSION_HEADER) or request.user or prompt_key(prompts)
     if session := session_of(request, headers):
         return session
     if isinstance(request, ChatCompletionRequest):

@@ -68,8 +68,8 @@ class CostlyPlanner:
         except ImagesWanted as error:
             if self._images is None:
                 raise WrongField(error.wanted[0][0], NOT_FETCHED) from None
-            wanted = error.wanted
-        async with self._images.fetched(wanted, call) as fetched:
+            wanted, timeout_s = error.wanted, error.timeout_s
+        async with self._images.fetched(wanted, call, timeout_s) as fetched:
             return await plan(fetched)
 
     async def _asked(self, ask: Callable[[Answer], None]) -> Admission:

@@ -22,12 +22,14 @@ from ..text.served_model import ServedModel
 from ..validation import validated
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
+from .bodies.embedding import EmbeddingRequest
 from .bodies.fields import MAX_UNKNOWN
+from .bodies.rerank import ScoringFields
 from .bodies.sampling import OnTimeout, ServiceTier
 from .chat_reading import ChatReading
 from .conversation import SESSION_HEADER, AskedRequest, header_of, session_of
 from .grammar import GrammarCheck, grammar_for, with_rules
-from .prompts import GenerateRequest, Prompt, is_long, num_choices, prompts_of
+from .prompts import INLINE_CHARS, GenerateRequest, Prompt, is_long, num_choices, prompts_of
 from .request_sampling import sampling_of, seed_of
 from .rerank_prompts import PROMPT_BODIES, PromptForm, PromptRequest, prompt_form
 
@@ -180,7 +182,9 @@ class Planner:
 
     def is_quick(self, request: AskedRequest) -> bool:
         """Whether the event loop may plan and open the request itself, in about 0.1 ms."""
-        if isinstance(request, PromptRequest):
+        if isinstance(request, ScoringFields):
+            return request.num_chars <= INLINE_CHARS and len(request.pairs) <= MANY_CHOICES
+        if isinstance(request, EmbeddingRequest):
             request = CompletionRequest.model_construct(prompt=request.input)
         return not is_long(request) and not request.has_grammar and num_choices(request) <= MANY_CHOICES
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ...transport.messages.images import FIRST_IMAGE_ID, Image
@@ -181,7 +181,7 @@ def chat_prompt(
 
 
 def encode(
-    texts: Sequence[str],
+    texts: Iterable[str],
     model: ServedModel,
     *,
     add_special_tokens: bool,
@@ -189,22 +189,24 @@ def encode(
     keep: int | None = None,
     param: str = "prompt",
 ) -> list[list[int]]:
-    """Return the token ids of each text. ``keep``: only its last tokens are needed, or with a negative number
-    its first ones.
+    """Return the token ids of each text; texts are asked for when they are tokenized. ``keep``: only its last
+    tokens are needed, or with a negative number its first ones.
 
     Raises ContextTooLong if a text has more than ``most`` tokens (default: the model's context), without
     tokenizing it whole.
     """
     tokenizer, most = model.tokenizer, model.max_model_len if most is None else most
-    if keep is not None:
-        texts = [tokenizer.part(text, keep) if len(text) > 2 * PIECE_CHARS else text for text in texts]
-    else:
-        for text in texts:
-            if (count := tokenizer.at_least(text, most)) is not None:
-                raise ContextTooLong(most, count, None, param=param, at_least=True)
+
+    def checked(text: str) -> str:
+        if keep is not None:
+            return tokenizer.part(text, keep) if len(text) > 2 * PIECE_CHARS else text
+        if (count := tokenizer.at_least(text, most)) is not None:
+            raise ContextTooLong(most, count, None, param=param, at_least=True)
+        return text
+
     found: list[list[int]] = []
     room = MAX_TOKENS
-    for some in _batches(texts):
+    for some in _batches(map(checked, texts)):
         found += tokenizer.encode(some, add_special_tokens=add_special_tokens)
         room -= sum(map(len, found[-len(some) :]))
         if room < 0:
@@ -212,16 +214,17 @@ def encode(
     return found
 
 
-def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     """Yield texts to tokenize together: that takes some 200 bytes of memory for each token."""
-    begin = num_chars = 0
-    for i, text in enumerate(texts):
+    some, num_chars = list[str](), 0
+    for text in texts:
+        some.append(text)
         num_chars += len(text)
         if num_chars > BATCH_CHARS:
-            yield texts[begin : i + 1]
-            begin, num_chars = i + 1, 0
-    if begin < len(texts):
-        yield texts[begin:]
+            yield some
+            some, num_chars = [], 0
+    if some:
+        yield some
 
 
 def _completion_prompts(request: CompletionRequest, model: ServedModel, *, keep: int | None) -> list[Prompt]:

@@ -49,10 +49,10 @@ def rerank_form(request: ScoringFields, model: ServedModel) -> tuple[RerankForm,
     if rules.refusal:
         raise InvalidRequest(f"The model {model.name!r} reranks nothing here: {rules.refusal}.")
     template = model.template_for(None)
-    texts = [
+    texts = (
         template.render([{"role": role, "content": text} for role, text in zip(ROLES, pair, strict=True)])
         for pair in request.pairs
-    ]
+    )
     most = model.max_model_len - 1  # a worker's sequence has room for one token more
     prompts = encode(texts, model, add_special_tokens=False, most=most, param=DOCUMENTS)
     if (longest := max(map(len, prompts))) > most:

@@ -22,6 +22,8 @@ from .exchange import HttpExchange
 
 MAX_RUNNING = 64
 """Sequences of all routes. What one answer is ahead of the other is kept: 4 bytes for each token."""
+MAX_PROMPT_BYTES = 128 << 20
+"""Bound of all copies' prompts with their images, which a slow copy keeps after the first's end."""
 LOG_EVERY_S = 10.0
 PREFIX = "shadow-"
 NAME = "shadows"
@@ -47,7 +49,12 @@ class Shadows:
             plan.prompt_form is None and plan.max_tokens and random.random() * 100 < route.shadow_percent
         ):
             return
-        if plan.num_choices + sum(shadow.num_sequences for shadow in self._running) > MAX_RUNNING:
+        num_running = sum(shadow.num_sequences for shadow in self._running)
+        num_bytes = sum(shadow.num_prompt_bytes for shadow in self._running)
+        if (
+            num_running + plan.num_choices > MAX_RUNNING
+            or num_bytes + plan.num_prompt_bytes > MAX_PROMPT_BYTES
+        ):
             self._counts.shadows[plan.route, "dropped"] += 1
             return
         shadow = _Shadow(self, exchange, self._servings.of(route.shadow))
@@ -81,6 +88,7 @@ class _Shadow:
         self.failures, self.serving = shadows.failures, serving
         self.route, self.first_model = exchange.plan.route, exchange.plan.model
         self.first_id, self.num_sequences = exchange.id, len(exchange.requests)
+        self.num_prompt_bytes = exchange.plan.num_prompt_bytes
         self._shadows = shadows
         self._loop = asyncio.get_running_loop()
         self._over = False
@@ -136,6 +144,7 @@ class _Copy:
             arrival=monotonic(),
             deadline=first.deadline,
             priority_class="batch",
+            is_copy=True,
             salt=first.salt,
             session=first.session,
         )

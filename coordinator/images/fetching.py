@@ -8,18 +8,19 @@ nor where its name leads is shown to clients.
 from __future__ import annotations
 
 import asyncio
-import socket
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 
-from ..errors import ApiError, Overloaded, WrongField
+from ..errors import ApiError, DeadlineExceeded, Overloaded, WrongField
 from ..http.body import ClientGone
 from ..http.call import Call
 from ..http.overload import Overload
 from .hosts import ImageHosts, is_public, port_of
+from .resolving import Resolver
 
 TIMEOUT_S = 10.0
 """Bound of all images of a request together."""
@@ -30,29 +31,27 @@ MAX_REDIRECTS = 3
 MAX_AT_ONCE = 32
 MAX_OF_REQUEST = 8
 """Bound of one request, which leaves room for others."""
+PIECES_A_TURN = 64
+"""Pieces of an answer that are read before streams are served again: 1 to 2 ms."""
 MAX_SHOWN_CHARS = 200
 REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = {"user-agent": "splitserve", "accept": "image/*", "accept-encoding": "identity"}
+TOO_SLOW = "The request did not end within its {:g} s: its images were being fetched; allow more time."
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the IP addresses of a host's name. Raises OSError."""
 Wanted = Sequence[tuple[str, str]]
 """Paths of parts of a body, with the addresses they name."""
 
 
-async def resolved(name: str, port: int) -> Sequence[str]:
-    """See ``Resolve``."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
 class ImageFetcher:
     """One for each process."""
 
     def __init__(
-        self, hosts: ImageHosts, max_bytes: int, overload: Overload, resolve: Resolve = resolved
+        self, hosts: ImageHosts, max_bytes: int, overload: Overload, resolve: Resolve | None = None
     ) -> None:
         """``max_bytes``: of all images of a request."""
-        self._hosts, self._max_bytes, self._overload, self._resolve = hosts, max_bytes, overload, resolve
+        self._hosts, self._max_bytes, self._overload = hosts, max_bytes, overload
+        self._resolve = resolve or Resolver()
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
         # below httpx's client: that one keeps cookies, follows redirects and reads the environment
         self._transport = httpx.AsyncHTTPTransport(
@@ -62,15 +61,17 @@ class ImageFetcher:
         )
 
     @asynccontextmanager
-    async def fetched(self, wanted: Wanted, call: Call) -> AsyncIterator[dict[str, bytes]]:
-        """Yield the files by their addresses; their memory counts until the end. Raises WrongField,
-        Overloaded, or ClientGone."""
+    async def fetched(
+        self, wanted: Wanted, call: Call, timeout_s: float = math.inf
+    ) -> AsyncIterator[dict[str, bytes]]:
+        """Yield the files by their addresses; their memory counts until the end. ``timeout_s``: of the
+        request. Raises WrongField, Overloaded, DeadlineExceeded or ClientGone."""
         request = _Request(self._max_bytes, self._overload)
         try:
             if call.gone:
                 raise ClientGone
             paths = {url: path for path, url in reversed(wanted)}
-            fetching = asyncio.ensure_future(self._all(request, paths))
+            fetching = asyncio.ensure_future(self._all(request, paths, timeout_s))
             call.responder = _Cancels(fetching)
             try:
                 files = await fetching
@@ -84,7 +85,7 @@ class ImageFetcher:
         finally:
             request.close()
 
-    async def _all(self, request: _Request, paths: dict[str, str]) -> dict[str, bytes]:
+    async def _all(self, request: _Request, paths: dict[str, str], timeout_s: float) -> dict[str, bytes]:
         parsed = {url: self._checked(url, path) for url, path in paths.items()}
         own = asyncio.Semaphore(MAX_OF_REQUEST)
 
@@ -99,9 +100,11 @@ class ImageFetcher:
         request.waiting = set(paths)
         tasks = {url: asyncio.ensure_future(one(url)) for url in paths}
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(min(TIMEOUT_S, timeout_s)):
                 return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         except TimeoutError as error:
+            if timeout_s <= TIMEOUT_S:
+                raise DeadlineExceeded(TOO_SLOW.format(timeout_s)) from error
             if len(request.waiting) == len(paths):
                 raise too_many() from error
             late = [url for url, task in tasks.items() if task.cancelled()] or [*tasks]
@@ -199,7 +202,11 @@ class _Request:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise ValueError("answered with compressed data, which was not asked for")
         data = bytearray()
+        num_pieces = 0
         async for piece in response.aiter_raw():
+            num_pieces += 1
+            if num_pieces % PIECES_A_TURN == 0:  # thousands of tiny ones may be here already
+                await asyncio.sleep(0)
             if self._held + len(piece) > self._max_bytes:
                 raise ValueError(f"is too large: images may have {self._max_bytes:,} bytes in a request")
             if not self._overload.take("image_bytes", len(piece)):

@@ -45,6 +45,8 @@ class ListedHost:
         except httpx.InvalidURL:
             url = httpx.URL("")
         name, literal = _host(url)
+        if url.port is not None and not 0 < url.port < 1 << 16:
+            raise ValueError(f"{entry!r} has no port from 1 to {(1 << 16) - 1}")
         if not name or url.userinfo or url.raw_path not in (b"", b"/") or url.fragment or (below and literal):
             raise ValueError(
                 f"{entry!r} is no host; give names such as example.com, *.example.com or example.com:8080, "

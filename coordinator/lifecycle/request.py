@@ -123,6 +123,7 @@ class Request:
     traceparent: str = ""  # of its span; empty: it leaves no trace
     answer_id: bytes = b""  # by which its client may have the answer resumed; empty: it may not
     images: tuple[Image, ...] = ()  # of the prompt
+    is_copy: bool = False  # a shadow, which is no client's: traces of the load leave it out
 
     # Its state.
     state: State = field(init=False, default="queue")

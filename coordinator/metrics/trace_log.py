@@ -65,8 +65,9 @@ class TraceLog:
             )
 
     def note(self, request: Request, ended: Ended) -> None:
-        """A sequence is over. One that never had a token was no load that could be simulated."""
-        if ended.num_output_tokens < 1:
+        """A sequence is over. One that never had a token was no load that could be simulated, and a shadow's
+        is no load of clients."""
+        if ended.num_output_tokens < 1 or request.is_copy:
             return
         row: dict[str, object] = {
             "arrival_s": round(max(0.0, request.arrival - self._began), 6),

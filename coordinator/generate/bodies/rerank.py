@@ -57,9 +57,10 @@ class ScoringFields(Body):
         raise NotImplementedError
 
     @property
-    def input(self) -> list[str]:
-        """Return texts as long as the prompts, about."""
-        return ["".join(pair) for pair in self.pairs]
+    def num_chars(self) -> int:
+        """Return the length of all prompts together, about. They are never all in memory: each has the query
+        again."""
+        return sum([len(query) + len(document) for query, document in self.pairs])
 
 
 class RerankRequest(ScoringFields):
@@ -89,7 +90,8 @@ class ScoreRequest(ScoringFields):
     @model_validator(mode="after")
     def _paired(self) -> Self:
         if len(self.text_1) not in (1, len(self.text_2)):
-            raise invalid(f"text_1 has {len(self.text_1)} texts, text_2 {len(self.text_2)}")
+            counts = f"text_1 has {len(self.text_1)} texts, text_2 {len(self.text_2)}"
+            raise invalid(f"{counts}; give one text_1, or as many as text_2 has")
         return self
 
     @property

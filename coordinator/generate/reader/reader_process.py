@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ...errors import ApiError, InvalidRequest
+from ...errors import ApiError, ImagesWanted, InvalidRequest
 from ...http.limits import HttpLimits
 from ...lifecycle.adapters import AdapterNames
 from ...lifecycle.request import PriorityClass
@@ -29,7 +29,7 @@ from ..bodies.chat import ChatCompletionRequest
 from ..bodies.fields import Body
 from ..conversation import decide, page_model
 from ..image_prompts import put_in
-from ..plan import Planner, RequestPlan, parse
+from ..plan import Planner, RequestPlan, parse, timeout_of
 from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 from .allocator import give_memory_back, trimmer
 from .body_reader import Present, receive, send
@@ -60,6 +60,7 @@ class Work:
             map(self._followed, models, range(len(models))),
             lambda model: self._present.refusals[names.index(model.name)],
         )
+        self._longest_s = limits.request_timeout_s
         self._planners = {model.name: Planner(model, limits) for model in self._models.all}
 
     def _followed(self, model: ServedModel, number: int) -> ServedModel:
@@ -90,7 +91,11 @@ class Work:
         if isinstance(request, ChatCompletionRequest):
             put_in(request.messages, fetched)
         planner = self._planners[self._models.of(request.model).name]
-        return planner.plan(request, headers, own_class)._replace(route=route)
+        try:
+            return planner.plan(request, headers, own_class)._replace(route=route)
+        except ImagesWanted as error:
+            error.timeout_s = timeout_of(request.timeout, headers, self._longest_s)
+            raise
 
     def validate(self, kind: type[Asked], body: bytearray) -> Asked:
         """A body as another API's ``kind``."""

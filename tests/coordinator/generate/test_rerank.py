@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,10 @@ import httpx
 import pytest
 from support.http_fakes import ADMIN_KEY, MAX_MODEL_LEN, FakeDispatcher
 
+from splitserve.coordinator.errors import ContextTooLong
+from splitserve.coordinator.generate.bodies.rerank import RerankRequest
+from splitserve.coordinator.generate.conversation import key_of
+from splitserve.coordinator.generate.plan import Planner
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
 from splitserve.coordinator.server import AppParts, HttpApp, HttpServer
@@ -146,3 +151,20 @@ async def test_a_model_that_is_no_reranker(http: httpx.AsyncClient) -> None:
         "The model 'tiny' reranks nothing here: it is no reranker (its folder has no modules.json with a "
         "LogitScore)."
     )
+
+
+def test_prompts_are_never_all_in_memory(model: ServedModel, rules: RerankRules, limits: HttpLimits) -> None:
+    """Each prompt has the query again: 1 MB for 2,048 documents would be 2 GB."""
+    served = replace(model, rerank=rules, chat_template=ChatTemplate(TEMPLATE, {}))
+    planner = Planner(served, limits)
+    long = RerankRequest(query="fox " * 250_000, documents=["a"] * 2048)
+    many = RerankRequest(query="fox " * 40, documents=["a"] * 64)
+    tracemalloc.start()
+    assert not planner.is_quick(long)
+    assert not planner.is_quick(many), "10,000 characters in all"
+    assert key_of(long, {}) == key_of(RerankRequest(query=long.query, documents=["b"]), {})
+    assert planner.is_quick(RerankRequest(query="fox", documents=["a", "b"]))
+    with pytest.raises(ContextTooLong):
+        planner.plan(long, {}, "standard")
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()

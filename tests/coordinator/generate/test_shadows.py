@@ -59,6 +59,7 @@ async def test_the_same_answer(routed: Routed, stream: bool) -> None:
     assert copy.request_id == f"shadow-{first.request_id}"
     assert list(copy.prompt_token_ids) == list(first.prompt_token_ids)
     assert (copy.priority_class, copy.tenant, copy.sampling) == ("batch", "", first.sampling)
+    assert (first.is_copy, copy.is_copy) == (False, True)
     assert not routed.b.cancelled
 
 
@@ -133,6 +134,19 @@ async def test_only_so_many_run(routed: Routed, monkeypatch: pytest.MonkeyPatch)
     await until(routed, dropped=1, same=2)
     await ask(routed, n=3)
     await until(routed, dropped=1, same=3)
+
+
+async def test_their_prompts_are_bounded(routed: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of images are large, and a slow copy keeps its own after the first has ended."""
+    routed.b.hold = True
+    await ask(routed)
+    (shadow,) = routed.server.app.generation.shadows._running
+    monkeypatch.setattr(shadows, "MAX_PROMPT_BYTES", int(2.5 * shadow.num_prompt_bytes))
+    await ask(routed)
+    await ask(routed)
+    assert results(routed) == {"dropped": 1}
+    routed.b.hold = False
+    await until(routed, dropped=1, same=2)
 
 
 async def test_a_stop_string_ends_the_comparison(routed: Routed) -> None:

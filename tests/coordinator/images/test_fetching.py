@@ -201,3 +201,18 @@ async def test_one_request_leaves_room_for_others() -> None:
         assert len(host.heads) == fetching.MAX_OF_REQUEST + 1
         many.cancel()
         await asyncio.gather(many, return_exceptions=True)
+
+
+async def test_tiny_pieces_leave_turns_to_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may send thousands of chunks of one byte, which arrive together."""
+    page = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 900 + b"0\r\n\r\n"
+    num_turns = [0, 0]
+    for place, pieces in enumerate((10_000, 1)):
+        monkeypatch.setattr(fetching, "PIECES_A_TURN", pieces)
+        async with image_host({"/a": page}) as host:
+            running = asyncio.ensure_future(fetch(fetcher_for(host), url := host.url("/a")))
+            while not running.done():
+                num_turns[place] += 1
+                await asyncio.sleep(0)
+            assert await running == {url: b"x" * 900}
+    assert num_turns[1] > num_turns[0] + 500, num_turns

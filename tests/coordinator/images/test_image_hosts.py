@@ -134,3 +134,9 @@ def test_public_addresses(address: IPv4Address | IPv6Address) -> None:
     assert not (private and is_public(str(address)))
     assert is_public("8.8.8.8")
     assert is_public("2606:4700::1111")
+
+
+@pytest.mark.parametrize("entry", ["a.com:0", "a.com:65536"])
+def test_an_entry_without_a_possible_port(entry: str) -> None:
+    with pytest.raises(ValueError, match=f"--image-domains: '{entry}' has no port from 1 to 65535"):
+        CoordinatorSettings(model="m", insecure=True, image_domains=entry)

@@ -152,3 +152,12 @@ async def test_batches(
     assert batch.request_counts is not None
     assert batch.request_counts.completed == 1
     assert len(dispatcher.requests[0].images) == 1
+
+
+async def test_a_requests_timeout_bounds_its_fetches(http: httpx.AsyncClient, host: ImageHost) -> None:
+    body = {"model": "tiny", "messages": [of(at(host.url("/never")))]}
+    for more, headers in ({"timeout": 0.3}, {}), ({}, {"x-request-timeout": "0.3"}):
+        answered = await http.post(CHAT, json={**body, **more}, headers=headers)
+        assert answered.status_code == 504, answered.text
+        assert "within its 0.3 s: its images were being fetched" in answered.text
+    await host.left.wait()

@@ -36,6 +36,8 @@ def logged(folder: Path) -> TraceLog:
     log.note(request(prompt, now, session="alice@example.org"), Ended("stop", num_output_tokens=3))
     log.note(request(prompt, now + 2.0, salt=b"other"), Ended("stop", num_output_tokens=1))
     log.note(request(prompt, now + 3.0), Ended(error="overloaded"))
+    (copy := request(prompt, now)).is_copy = True
+    log.note(copy, Ended("stop", num_output_tokens=3))
     log.close()
     return log
 
