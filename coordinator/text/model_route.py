@@ -57,7 +57,9 @@ class ModelRoute:
 
     def __str__(self) -> str:
         shares = ", ".join(f"{name} {weight:g}" for name, weight in self.shares.items())
-        return f"{self.name}: {shares}"
+        fallbacks = f", else {', '.join(self.fallbacks)}" if self.fallbacks else ""
+        shadow = f", {self.shadow_percent:g}% copied to {self.shadow}" if self.shadow else ""
+        return f"{self.name}: {shares}{fallbacks}{shadow}"
 
 
 def _draw(*names: str) -> float:

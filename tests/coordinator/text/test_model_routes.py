@@ -85,3 +85,8 @@ def test_the_order_of_models() -> None:
     assert chat.order(key, "none") == ["b", "d", "a"]
     assert chat.order("") == ["a", "d"]
     assert chat.targets == ["a", "b", "d"]
+
+
+def test_the_log_has_all_of_a_route() -> None:
+    route = ModelRoute("chat", {"a": 99, "b": 1}, ("c", "d"), "e", 10.0)
+    assert str(route) == "chat: a 99, b 1, else c, d, 10% copied to e"
