@@ -48,11 +48,14 @@ def rerank_form(request: ScoringFields, model: ServedModel) -> tuple[RerankForm,
     rules = model.rerank
     if rules.refusal:
         raise InvalidRequest(f"The model {model.name!r} reranks nothing here: {rules.refusal}.")
-    template = model.template_for(None)
-    texts = (
-        template.render([{"role": role, "content": text} for role, text in zip(ROLES, pair, strict=True)])
-        for pair in request.pairs
-    )
+    template, tokenizer = model.template_for(None), model.tokenizer
+    keep = request.max_tokens_per_doc if isinstance(request, RerankRequest) else None
+
+    def rendered(query: str, document: str) -> str:
+        pair = query, document if keep is None else tokenizer.beginning(document, keep)
+        return template.render([{"role": r, "content": text} for r, text in zip(ROLES, pair, strict=True)])
+
+    texts = (rendered(*pair) for pair in request.pairs)
     most = model.max_model_len - 1  # a worker's sequence has room for one token more
     prompts = encode(texts, model, add_special_tokens=False, most=most, param=DOCUMENTS)
     if (longest := max(map(len, prompts))) > most:

@@ -136,6 +136,11 @@ class Tokenizer:
             count += self._count(text[max(0, end - PIECE_CHARS) : end])
         return text[max(0, len(text) - num_chars) :] if keep > 0 else text[:num_chars]
 
+    def beginning(self, text: str, keep: int) -> str:
+        """Return the text of its first ``keep`` tokens."""
+        found = self.fast.encode(self.part(text, -keep), add_special_tokens=False)
+        return text if len(found.ids) <= keep else text[: found.offsets[keep - 1][1]]
+
     @cached_property
     def longest_token(self) -> int | None:
         """The most bytes of a text that become one token; None if there is no bound."""

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from ..request_ids import CLIENT_ID
 from .completion import MAX_PROMPTS
-from .fields import STRING, Body, Metadata, invalid, only, scalars, schema
+from .fields import MAX_TOKENS, STRING, Body, Metadata, invalid, only, scalars, schema
 from .sampling import MAX_TIMEOUT_S, ServiceTier
 
 
@@ -70,10 +70,12 @@ class RerankRequest(ScoringFields):
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[Any, BeforeValidator(_documents), WithJsonSchema(_DOCUMENTS)]
     top_n: Annotated[int, Field(ge=0)] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Number of a document's first tokens that are kept."""
     return_documents: bool | None = None
     """Unless false, results have their documents."""
 
-    _scalars = scalars("top_n", "return_documents")
+    _scalars = scalars("top_n", "max_tokens_per_doc", "return_documents")
 
     @property
     def pairs(self) -> list[tuple[str, str]]:

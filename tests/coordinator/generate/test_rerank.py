@@ -96,6 +96,19 @@ async def test_a_large_body_is_planned_aside(http: httpx.AsyncClient) -> None:
     assert [result["index"] for result in answer["results"]] == [0], "of equals the first"
 
 
+@pytest.mark.parametrize("text", ["the quick brown fox", "é" * 9, "fox " * 40_000, "a"])
+async def test_a_documents_first_tokens(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel, text: str
+) -> None:
+    answer = await post(http, "/v1/rerank", query="q", documents=[text], max_tokens_per_doc=4)
+    (request,) = dispatcher.requests
+    encode = model.tokenizer.fast.encode
+    kept = text[: encode(text, add_special_tokens=False).offsets[:4][-1][1]]
+    ids = encode(f"<query>q<document>{kept}!", add_special_tokens=False).ids
+    assert list(request.prompt_token_ids) == ids
+    assert answer["results"][0]["document"] == {"text": text}, "it is shown whole"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "pairs"),
     [("q", "d", ["qd"]), ("q", ["d", "ee"], ["qd", "qee"]), (["q", "rrr"], ["d", "e"], ["qd", "rrre"])],
