@@ -6,10 +6,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from ..request_ids import CLIENT_ID
 from .completion import MAX_PROMPTS
-from .fields import MAX_TOKENS, STRING, Body, Metadata, invalid, only, scalars, schema
-from .sampling import MAX_TIMEOUT_S, ServiceTier
+from .embedding import PromptFields
+from .fields import MAX_TOKENS, STRING, invalid, only, scalars, schema
 
 
 def _documents(value: Any) -> list[str]:
@@ -34,22 +33,12 @@ _DOCUMENTS = {"type": "array", "items": _DOCUMENT, "minItems": 1, "maxItems": MA
 Texts = Annotated[Any, BeforeValidator(_texts), schema(STRING, _DOCUMENTS)]
 
 
-class ScoringFields(Body):
-    """The fields are as in /v1/embeddings."""
+class ScoringFields(PromptFields):
+    """What both have."""
 
-    model: str | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
-    request_id: Annotated[str, Field(pattern=rf"^{CLIENT_ID.pattern}$")] | None = None
-    metadata: Metadata | None = None
-    service_tier: ServiceTier | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     truncate_prompt_tokens: Annotated[Any, AfterValidator(only(None)), WithJsonSchema({"enum": [None]})] = (
         None
     )
-
-    _numbers = scalars("priority", "timeout")
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
