@@ -157,7 +157,7 @@ def _sentence(error: ValidationError) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML's loader takes the last."""
+    """Refuses a key that stands twice: YAML's own loader takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -34,7 +34,7 @@ Texts = Annotated[Any, BeforeValidator(_texts), schema(STRING, _DOCUMENTS)]
 
 
 class ScoringFields(PromptFields):
-    """What both have."""
+    """The fields of both endpoints."""
 
     truncate_prompt_tokens: Annotated[Any, AfterValidator(only(None)), WithJsonSchema({"enum": [None]})] = (
         None

@@ -129,7 +129,7 @@ async def test_a_listed_name_of_a_private_address(address: str, others: list[str
 
 
 async def test_the_address_that_was_checked_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name changes after the check: it is not asked for again. Nobody listens at the first address."""
+    """The name changes after the check: it is not looked up again. No server is at the first address."""
     monkeypatch.setattr(fetching, "CONNECT_S", 0.05)
     async with image_host({"/a": answer(FILE)}) as host:
         names = Names(outer=[["192.0.0.9"], ["127.0.0.1"]])  # a public address, of a protocol

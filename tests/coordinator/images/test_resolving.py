@@ -83,4 +83,4 @@ async def test_bounded_at_once(names: Names, monkeypatch: pytest.MonkeyPatch) ->
         assert len(names.asked) == 2
         names.may_end.set()
         assert await asyncio.gather(*tasks) == [["192.0.2.1"]] * 4
-    assert len(names.asked) == 4, "what nobody waits for any more is not looked up"
+    assert len(names.asked) == 4, "names that no request waits for are not looked up"
