@@ -12,10 +12,9 @@ from starlette.responses import Response, StreamingResponse
 from ..errors import ApiError, WrongField
 from ..generate.api import GenerationApi
 from ..generate.bodies.fields import Body, UnknownFields
-from ..generate.conversation import model_for
+from ..generate.conversation import LAST_ID_HEADER, model_for
 from ..generate.plan import parse_generating
 from ..generate.prompts import prompts_of
-from ..generate.resumption import LAST_ID_HEADER
 from ..http.answers import account_of
 from ..http.body import check_is_json, held_body
 from ..http.call import Endpoint

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import blake2b
+from zlib import crc32
 
+from ..text.model_route import ModelRoute
 from ..text.served_model import ServedModel, ServedModels
 from .bodies.chat import ChatCompletionRequest
 from .bodies.messages import Message
@@ -13,7 +15,7 @@ from .prompts import GenerateRequest
 from .rerank_prompts import PromptRequest
 from .token_pages import DetokenizeRequest, TokenizeRequest
 
-SESSION_HEADER = b"x-session-id"
+SESSION_HEADER, LAST_ID_HEADER = b"x-session-id", b"last-event-id"
 BEGINNING = 1024
 """Characters, or token ids, of a prompt by which its conversation is known."""
 AskedRequest = GenerateRequest | PromptRequest
@@ -29,15 +31,25 @@ def session_of(request: GenerateRequest, headers: Mapping[bytes, bytes]) -> str:
     return header_of(headers, SESSION_HEADER)[:512] or request.prompt_cache_key or request.user or ""
 
 
+def model_mark(name: str) -> bytes:
+    """Return what ends the ids of events that this model answered to a route's name."""
+    return b"@%08x" % crc32(name.encode(errors="surrogatepass"))
+
+
 def decide(
     models: ServedModels, request: AskedRequest, headers: Mapping[bytes, bytes], prefers: str = ""
 ) -> str:
     """Put the model of this request in the place of its route's name, which is returned; empty: it names no
-    route. ``prefers``: see ``ModelRoute.order``. Raises Unavailable or Overloaded."""
+    route. What has begun goes on with its model alone. ``prefers``: see ``ModelRoute.order``. Raises
+    Unavailable or Overloaded."""
     name = request.model
-    if name is None or name not in models.routes:
+    if name is None or (route := models.routes.get(name)) is None:
         return ""
-    model, refusal = models.chosen(name, key_of(request, headers), prefers)
+    seen = headers.get(LAST_ID_HEADER, b"")
+    for each in (*route.shares, *route.fallbacks):
+        if seen.endswith(model_mark(each)):
+            route = ModelRoute(name, {each: 1})
+    model, refusal = models.chosen(route, key_of(request, headers), prefers)
     request.model = model.name
     if refusal is not None:
         raise refusal
@@ -48,18 +60,19 @@ def model_for(
     models: ServedModels, request: AskedRequest, headers: Mapping[bytes, bytes], prefers: str = ""
 ) -> ServedModel:
     """Return the model of a request that is only looked at: see ``decide``. Raises as ``ServedModels.of``."""
-    if request.model is not None and request.model in models.routes:
-        return models.chosen(request.model, key_of(request, headers), prefers)[0]
+    if request.model is not None and (route := models.routes.get(request.model)) is not None:
+        return models.chosen(route, key_of(request, headers), prefers)[0]
     return models.of(request.model)
 
 
 def page_model(models: ServedModels, asked: TokenizeRequest | DetokenizeRequest) -> ServedModel:
     """Return the model whose tokenizer is asked for: of a route's, the conversation's. Raises as
     ``ServedModels.of``."""
-    if asked.model is None or asked.model not in models.routes or isinstance(asked, DetokenizeRequest):
+    route = models.routes.get(asked.model or "")
+    if route is None or isinstance(asked, DetokenizeRequest):
         return models.of(asked.model)
     key = prompt_key([asked.prompt]) if asked.prompt is not None else chat_key(asked.messages or [])
-    return models.chosen(asked.model, key)[0]
+    return models.chosen(route, key)[0]
 
 
 def key_of(request: AskedRequest, headers: Mapping[bytes, bytes]) -> str:

@@ -27,7 +27,7 @@ from .bodies.fields import MAX_UNKNOWN
 from .bodies.rerank import ScoringFields
 from .bodies.sampling import OnTimeout, ServiceTier
 from .chat_reading import ChatReading
-from .conversation import SESSION_HEADER, AskedRequest, header_of, session_of
+from .conversation import LAST_ID_HEADER, SESSION_HEADER, AskedRequest, header_of, session_of
 from .grammar import GrammarCheck, grammar_for, with_rules
 from .prompts import INLINE_CHARS, GenerateRequest, Prompt, is_long, num_choices, prompts_of
 from .request_sampling import sampling_of, seed_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # else the reader's process would import the HTTP server
     from ..http.call import Endpoint
 
 TIMEOUT_HEADER, ON_TIMEOUT_HEADER = b"x-request-timeout", b"x-on-timeout"
-PLAN_HEADERS = (TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER)
+PLAN_HEADERS = (TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER, LAST_ID_HEADER)
 """The headers that a plan depends on."""
 MANY_CHOICES = 64  # of one request, made in one turn of the loop: 4096 take 25 ms
 TIER_CLASSES: dict[ServiceTier, PriorityClass] = {

@@ -7,6 +7,8 @@ same one. Each event of a stream with one choice has an id: by the last one it s
     NUM_TOKENS-CHECKSUM              the last event of a token; the checksum is that of all tokens so far
     NUM_TOKENS-CHECKSUM.NUM_EVENTS   an earlier event of that token, or one of the answer's end
 
+Behind either, for a request that named a route: @MODEL, a checksum of the model's name: it answers the rest.
+
 Each token is written as events of its own, so its events are the same whichever tokens came with it.
 """
 
@@ -26,11 +28,12 @@ from ..errors import AnswerDiffers, ApiError, WrongField
 from ..http.call import Call
 from ..lifecycle.request import Ended, Request
 from .choice import Choice
+from .conversation import LAST_ID_HEADER, model_mark
 from .plan import RequestPlan
 
-KEY_HEADER, LAST_ID_HEADER = b"idempotency-key", b"last-event-id"
+KEY_HEADER = b"idempotency-key"
 KEY = re.compile(rb"[!-~]{1,255}")
-EVENT_ID = re.compile(rb"(\d{1,9})-([0-9a-f]{8})(?:\.(\d{1,4}))?")
+EVENT_ID = re.compile(rb"(\d{1,9})-([0-9a-f]{8})(?:\.(\d{1,4}))?(@[0-9a-f]{8})?")
 
 
 class Seen(NamedTuple):
@@ -93,8 +96,11 @@ class ResumableStream:
     """Between the dispatcher and the only choice of a stream, and between the choice and the client: writes
     the events' ids, and leaves out what the client has."""
 
-    def __init__(self, stream: Stream, write: Callable[[bytes], None], seen: Seen | None) -> None:
-        self._stream, self._write, self._seen = stream, write, seen or Seen(0, 0, 0)
+    def __init__(
+        self, stream: Stream, write: Callable[[bytes], None], seen: Seen | None, mark: bytes
+    ) -> None:
+        """``mark``: the end of each id."""
+        self._stream, self._write, self._seen, self._mark = stream, write, seen or Seen(0, 0, 0), mark
         self._num_tokens = self._checksum = self._num_events = 0
         self._waiting: list[bytes] = []  # events until the next flush
         self._choice: Choice
@@ -155,7 +161,7 @@ class ResumableStream:
             if not is_seen:
                 id = b"%d-%08x" % (self._num_tokens, self._checksum)
                 more = b"" if all_of_token and place == len(whole) else b".%d" % self._num_events
-                yield b"id: %b%b\n%b\n\n" % (id, more, event)
+                yield b"id: %b%b%b\n%b\n\n" % (id, more, self._mark, event)
 
 
 def resumable_stream(
@@ -164,7 +170,7 @@ def resumable_stream(
     """Return what stands around the choice; None: the events have no ids."""
     if key is None or not plan.streamed or plan.num_choices > 1:
         return None
-    return ResumableStream(stream, write, key.seen)
+    return ResumableStream(stream, write, key.seen, model_mark(plan.model) if plan.route else b"")
 
 
 def _encoded(sampling: SamplingParams) -> bytes:

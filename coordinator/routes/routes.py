@@ -124,10 +124,15 @@ class OrdinaryRoutes:
         return json_response({"version": __version__})
 
     async def _ready(self, request: Request) -> Response:
-        named = "model" in request.query_params
-        model = self._servings.asked(request).model.name if named else ""
-        if reason := self._health_checks.why_not_ready(model):
-            raise Unavailable(f"Not ready: {reason}.", retry_after_s=1)
+        """Without a name any model will do; with a route's name any that it may choose."""
+        name = request.query_params.get("model")
+        if (route := self._servings.models.routes.get(name or "")) is not None:
+            models = route.targets
+        else:
+            models = [""] if name is None else [self._servings.asked(request).model.name]
+        reasons = [self._health_checks.why_not_ready(model) for model in models]
+        if all(reasons):
+            raise Unavailable(f"Not ready: {reasons[0]}.", retry_after_s=1)
         return json_response({"status": "ready"})
 
     async def _render_metrics(self, request: Request) -> Response:

@@ -218,15 +218,17 @@ class ServedModels:
         for route in self.routes.values():
             yield route.name, self.own[route.main]
 
-    def chosen(self, name: str, key: str, prefers: str = "") -> tuple[ServedModel, ApiError | None]:
+    def chosen(
+        self, route: ModelRoute, key: str, prefers: str = ""
+    ) -> tuple[ServedModel, ApiError | None]:
         """Return the model that a route has for a request: the first that can take it, in the order of
         ``ModelRoute.order``. Where none can: the first of all, and its error."""
         found: tuple[ServedModel, ApiError] | None = None
-        for target in self.routes[name].order(key, prefers):
+        for target in route.order(key, prefers):
             model = self.own[target]
             if (refusal := self.refusal(model)) is None:
                 return model, None
-            found = found or (model, on_route(name, target, refusal))
+            found = found or (model, on_route(route.name, target, refusal))
         assert found is not None, "a route has a share"
         return found
 

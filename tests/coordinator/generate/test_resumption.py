@@ -8,7 +8,9 @@ from typing import Any, cast
 import httpx
 import orjson
 import pytest
+from coordinator.generate.test_adapters_by_http import PADDING
 from support.http_fakes import ANSWER, CALL, FakeDispatcher
+from support.routed_server import Routed
 
 from splitserve.coordinator.generate.resumption import IdempotencyKey
 from splitserve.coordinator.http.call import Call
@@ -238,3 +240,25 @@ def test_a_neighbouring_build_gives_an_answer_the_same_name() -> None:
     assert name(NextSamplingParams(max_tokens=9, top_k=4, seed=7)) == same
     assert name(NextSamplingParams(max_tokens=9, top_k=4, seed=7, of_tomorrow=1)) != same
     assert name(SamplingParams(max_tokens=9, top_p=0.5, seed=7)) != same
+
+
+async def test_a_stream_goes_on_with_the_model_that_began_it(routed: Routed) -> None:
+    """Whatever the shares are by then, and nowhere else."""
+    path, body = TEXT[0], {**TEXT[1], **GREEDY, "model": "chat"}
+
+    async def ids(headers: dict[str, str], **more: Any) -> list[str]:
+        answer = await routed.http.post(path, json={**body, **more}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return [line for line in answer.text.splitlines() if line.startswith("id: ")]
+
+    whole = await ids(KEY)
+    half = len(whole) // 2
+    last = {**KEY, "last-event-id": whole[half].removeprefix("id: ")}
+    routed.write(shares={"a": 0, "b": 1})
+    assert await ids(last) == await ids(last, **PADDING) == whole[half + 1 :] != []
+    assert routed.counts() == (3, 0)
+    routed.a.workers = False
+    assert (await routed.http.post(path, json=body, headers=last)).status_code == 503
+    routed.write(shares={"b": 1})
+    await routed.http.post(path, json=body, headers=last)
+    assert routed.counts() == (3, 1), "it is no model of the route any more"

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from coordinator.generate.test_adapters_by_http import CALLS, CHAT, PADDING
 from openai import AsyncOpenAI
 from support.http_fakes import FakeDispatcher
-from support.routed_server import Routed, routed_server
+from support.routed_server import Routed
 from websockets.asyncio.client import connect
 
 from splitserve.coordinator.errors import Headers
@@ -23,18 +20,9 @@ from splitserve.coordinator.http.inner_call import InnerCall
 from splitserve.coordinator.metrics.request_record import log_request
 from splitserve.coordinator.tenants.buckets import Room, Shortage
 from splitserve.coordinator.tenants.limits import ANONYMOUS
-from splitserve.coordinator.text.embeddings import EmbeddingRules
-from splitserve.coordinator.text.served_model import ServedModel
 
 COMPLETIONS = "/v1/completions"
 SIZES = pytest.mark.parametrize("more", [{}, PADDING], ids=["small", "large"])
-
-
-@pytest.fixture
-async def routed(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> AsyncIterator[Routed]:
-    served = replace(model, embeddings=EmbeddingRules(size=4))
-    async with routed_server(tmp_path, dispatcher, served, replace(served, longest=300)) as server:
-        yield server
 
 
 async def ask(routed: Routed, path: str = COMPLETIONS, **more: Any) -> Any:
@@ -276,3 +264,13 @@ async def test_a_websocket_and_a_batch_take_the_name(routed: Routed) -> None:
             batch = await client.batches.retrieve(batch.id)
         output = json.loads((await client.files.content(batch.output_file_id)).text)
     assert output["response"]["body"]["model"] == "b"
+
+
+async def test_a_route_is_ready_while_one_of_its_models_is(routed: Routed) -> None:
+    routed.write(shares={"a": 1, "b": 0}, fallbacks=["b"])
+    for a, b, status in ((True, False, 200), (False, True, 200), (False, False, 503)):
+        routed.a.is_ready, routed.b.is_ready = a, b
+        assert (await routed.http.get("/ready?model=chat")).status_code == status
+    routed.write(shares={"a": 1, "b": 0})
+    routed.b.is_ready = True
+    assert (await routed.http.get("/ready?model=chat")).status_code == 503, "it never chooses b"
