@@ -218,9 +218,7 @@ class ServedModels:
         for route in self.routes.values():
             yield route.name, self.own[route.main]
 
-    def chosen(
-        self, route: ModelRoute, key: str, prefers: str = ""
-    ) -> tuple[ServedModel, ApiError | None]:
+    def chosen(self, route: ModelRoute, key: str, prefers: str = "") -> tuple[ServedModel, ApiError | None]:
         """Return the model that a route has for a request: the first that can take it, in the order of
         ``ModelRoute.order``. Where none can: the first of all, and its error."""
         found: tuple[ServedModel, ApiError] | None = None
