@@ -77,6 +77,8 @@ def delta_net(
     decay: int,
     dt: int,
     norm: int,
+    conv_bias: int,
+    skip: int,
     num_key_heads: int,
     num_value_heads: int,
     key_dim: int,

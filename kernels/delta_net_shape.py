@@ -1,19 +1,20 @@
-"""The sizes of gated delta nets; ``delta_net.py`` names the letters. Free of torch."""
+"""The sizes of gated delta nets and of Mamba-2; ``delta_net.py`` names the letters. Free of torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
-    """One rank's heads. ``conv_size``: tokens that the convolution sees."""
+    """One rank's heads. ``conv_size``: tokens that the convolution sees. ``delta_rule``: else Mamba-2's."""
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
     conv_size: int
+    delta_rule: bool = True
 
     @property
     def channels(self) -> int:
@@ -22,8 +23,8 @@ class DeltaNetShape:
 
     @property
     def width(self) -> int:
-        """Columns of a layer's projection: q, k, v, z, b, a."""
-        return self.channels + self.num_value_heads * (self.value_dim + 2)
+        """Columns of a layer's projection: q, k, v, z, b, a; Mamba-2 has no b."""
+        return self.channels + self.num_value_heads * (self.value_dim + 1 + self.delta_rule)
 
     @property
     def num_floats(self) -> int:
@@ -37,13 +38,14 @@ class DeltaNetShape:
         return self.value_dim
 
     def of_head(self, num_kv_heads: int) -> DeltaNetShape:
-        """Raises ValueError where key-value heads do not divide the heads of the state."""
-        if self.num_key_heads % num_kv_heads or self.num_value_heads % self.num_key_heads:
+        """Several key-value heads may have the same key head. Raises ValueError where the heads of the state
+        have no equal parts."""
+        keys, values = self.num_key_heads, self.num_value_heads
+        if (keys % num_kv_heads and num_kv_heads % keys) or values % keys or values % num_kv_heads:
             raise ValueError(
-                f"{self.num_value_heads} value heads on {self.num_key_heads} key heads are not shared "
-                f"equally by {num_kv_heads} key-value heads of the cache"
+                f"{values} value heads on {keys} key heads are not shared equally by {num_kv_heads} "
+                "key-value heads of the cache"
             )
-        return DeltaNetShape(
-            self.num_key_heads // num_kv_heads, self.num_value_heads // num_kv_heads,
-            self.key_dim, self.value_dim, self.conv_size,
-        )  # fmt: skip
+        return replace(
+            self, num_key_heads=max(1, keys // num_kv_heads), num_value_heads=values // num_kv_heads
+        )

@@ -30,16 +30,19 @@ def delta_net(
             f"value heads of {shape.value_dim} numbers have no C++ kernel: multiples of {FEWEST_LANES} have"
         )
     check_rows(projected, projected.dtype, shape.width)
-    for tensor in (weights.conv, weights.decay, weights.dt, weights.norm):
-        assert tensor.is_contiguous()
-    assert weights.decay.dtype == weights.dt.dtype == torch.float32
+    for tensor in (weights.decay, weights.dt, weights.conv_bias, weights.skip):
+        assert tensor is None or (tensor.dtype, tensor.is_contiguous()) == (torch.float32, True)
+    norm = weights.skip if weights.norm is None else weights.norm
+    assert norm is not None
+    assert weights.conv.is_contiguous()
+    assert norm.is_contiguous()
     out = projected.new_zeros((len(projected), shape.num_value_heads * shape.value_dim))
     _cpu.delta_net(
         projected.data_ptr(), out.data_ptr(), weights.conv.data_ptr(), weights.decay.data_ptr(),
-        weights.dt.data_ptr(), weights.norm.data_ptr(), shape.num_key_heads, shape.num_value_heads,
-        shape.key_dim, shape.value_dim, shape.conv_size, weights.eps, weights.beta_scale,
-        DTYPE_CODES[projected.dtype], DTYPE_CODES[weights.conv.dtype], DTYPE_CODES[weights.norm.dtype],
-        *_arguments(pool, place, shape, inputs),
+        weights.dt.data_ptr(), norm.data_ptr(), _address(weights.conv_bias), _address(weights.skip),
+        shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim, shape.conv_size,
+        weights.eps, weights.beta_scale, DTYPE_CODES[projected.dtype], DTYPE_CODES[weights.conv.dtype],
+        DTYPE_CODES[norm.dtype], *_arguments(pool, place, shape, inputs),
     )  # fmt: skip
     return out
 
@@ -63,11 +66,15 @@ def short_conv(
         assert tensor is None or (tensor.dtype, tensor.is_contiguous()) == (torch.float32, True)
     out = projected.new_zeros((len(projected), shape.channels))
     _cpu.short_conv(
-        projected.data_ptr(), out.data_ptr(), weights.conv.data_ptr(),
-        0 if weights.bias is None else weights.bias.data_ptr(), shape.channels, shape.conv_size,
+        projected.data_ptr(), out.data_ptr(), weights.conv.data_ptr(), _address(weights.bias),
+        shape.channels, shape.conv_size,
         DTYPE_CODES[projected.dtype], *_arguments(pool, place, shape, inputs),
     )  # fmt: skip
     return out
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _arguments(pool: Tensor, place: StatePlace, shape: StateShape, inputs: StateInputs) -> tuple[int, ...]:

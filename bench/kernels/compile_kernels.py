@@ -90,6 +90,8 @@ OTHERS: dict[str, Callable[[], object]] = {
     "low rank, 16 of 512 float32": lambda: low_rank(512, 512, 16, torch.float32),
     "gated delta net, decode": lambda: gated_delta_net(8, 8),
     "gated delta net, prefill float16": lambda: gated_delta_net(2, 512, FLOAT16),
+    "Mamba-2, decode": lambda: gated_delta_net(8, 8, mamba=True),
+    "Mamba-2, prefill": lambda: gated_delta_net(2, 512, mamba=True),
     "short convolution": lambda: gated_short_conv(2, 512, bias=True),
     "experts, 1 row": lambda: mixture(1),
     "experts, 64 rows": lambda: mixture(64),

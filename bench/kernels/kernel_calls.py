@@ -104,13 +104,20 @@ def low_rank(
     updates.add(out, x, empty(num_tokens, dtype=torch.int32))
 
 
-def gated_delta_net(num_seqs: int, num_tokens: int, dtype: torch.dtype = BFLOAT16) -> None:
-    """Qwen3-Next's heads."""
+def gated_delta_net(
+    num_seqs: int, num_tokens: int, dtype: torch.dtype = BFLOAT16, mamba: bool = False
+) -> None:
+    """Qwen3-Next's heads, or Granite 4.0 H Tiny's."""
     shape, block_size, head_dim = DeltaNetShape(16, 32, 128, 128, 4), 32, 256
+    if mamba:
+        shape = DeltaNetShape(1, 48, 128, 64, 4, delta_rule=False)
     count = num_state_blocks(shape, 2, block_size * head_dim * dtype.itemsize)
     decay, dt = (empty(shape.num_value_heads, dtype=torch.float32) for _ in range(2))
     conv, norm = empty(shape.channels, shape.conv_size, dtype=dtype), empty(shape.value_dim)
     weights = DeltaNetWeights(conv, decay, dt, norm, 1e-6)
+    if mamba:
+        bias = empty(shape.channels, dtype=torch.float32)
+        weights = DeltaNetWeights(conv, decay, dt, conv_bias=bias, skip=dt)
     starts, tables = (empty(*of, dtype=torch.int32) for of in ((num_seqs + 1,), (num_seqs, 3, count)))
     source, marks = (empty(num_seqs, dtype=torch.int32) for _ in range(2))
     inputs = StateInputs(starts, tables, source, marks)

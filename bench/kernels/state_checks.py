@@ -21,10 +21,12 @@ from .kernel_inputs import LAYER, randn, relative_error
 
 BFLOAT16 = torch.bfloat16
 QWEN3_NEXT, LFM2 = DeltaNetShape(16, 32, 128, 128, 4), ShortConvShape(2048, 3)
+GRANITE = DeltaNetShape(1, 48, 128, 64, 4, delta_rule=False)
 TINY, TINY_CONV = DeltaNetShape(2, 4, 16, 16, 4), ShortConvShape(64, 3)
+TINY_MAMBA = DeltaNetShape(1, 4, 16, 16, 4, delta_rule=False)
 SHAPES: dict[bool, dict[str, DeltaNetShape | ShortConvShape]] = {
-    True: {"gated delta net": QWEN3_NEXT, "short convolution": LFM2},
-    False: {"gated delta net": TINY, "short convolution": TINY_CONV},
+    True: {"gated delta net": QWEN3_NEXT, "Mamba-2": GRANITE, "short convolution": LFM2},
+    False: {"gated delta net": TINY, "Mamba-2": TINY_MAMBA, "short convolution": TINY_CONV},
 }
 """For a GPU, or not."""
 BLOCK_SIZE, HEAD_DIM, KV_HEADS = 64, 128, 2
@@ -68,17 +70,17 @@ class StateCase:
         """Return a call with the projection and the pool; all else is on the device before."""
         shape, place, inputs = self.shape, StatePlace(LAYER, 0), self.inputs(device)
         if isinstance(shape, ShortConvShape):
-            conv = ShortConvWeights(randn(shape.conv_size, shape.channels, seed=1, device=device))
+            short = ShortConvWeights(randn(shape.conv_size, shape.channels, seed=1, device=device))
             convolve = gpu_short_conv if on_gpu else short_conv
-            return lambda x, pool: convolve(x, pool, place, shape, conv, inputs)
+            return lambda x, pool: convolve(x, pool, place, shape, short, inputs)
         of = shape.num_value_heads
-        weights = DeltaNetWeights(
-            randn(shape.channels, shape.conv_size, dtype=self.dtype, seed=1, device=device),
-            randn(of, seed=2, device=device).exp(),
-            randn(of, seed=3, device=device),
-            1 + randn(shape.value_dim, seed=4, device=device) / 4,
-            1e-6,
-        )
+        conv = randn(shape.channels, shape.conv_size, dtype=self.dtype, seed=1, device=device)
+        decay, dt = randn(of, seed=2, device=device).exp(), randn(of, seed=3, device=device)
+        norm = 1 + randn(shape.value_dim, seed=4, device=device) / 4
+        weights = DeltaNetWeights(conv, decay, dt, norm, 1e-6)
+        if not shape.delta_rule:
+            bias = randn(shape.channels, seed=4, device=device)
+            weights = DeltaNetWeights(conv, decay / 8, dt, conv_bias=bias, skip=dt)
         mix = gpu_delta_net if on_gpu else delta_net
         return lambda x, pool: mix(x, pool, place, shape, weights, inputs)
 

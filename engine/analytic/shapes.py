@@ -46,12 +46,16 @@ class Shape:
         return 1.0 - (1.0 - self.active / self.experts) ** tokens if self.experts else 0.0
 
 
+RECURRENT = ("linear_num_value_heads", "conv_L_cache", "attn_layer_indices", "hybrid_override_pattern")
+"""Keys of models with recurrent layers; some have their kinds instead."""
+
+
 def shape_of(config: Mapping[str, Any]) -> Shape:
     """Read the shape from ``config.json``. Raises KeyError where a field is missing, ValueError where layers
     keep a state in place of keys and values."""
     config, whole = config.get("text_config", config), config
-    kinds, recurrent = config.get("layer_types") or (), ("linear_num_value_heads", "conv_L_cache")
-    if any(map(config.get, recurrent)) or {"linear_attention", "conv"} & {*kinds}:
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
+    if any(map(config.get, RECURRENT)) or {"linear_attention", "conv", "mamba"} & {*kinds}:
         raise ValueError(
             "a model with recurrent layers cannot be planned for yet: the planner knows no memory that a "
             "sequence takes however long it is"

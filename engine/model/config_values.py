@@ -22,7 +22,8 @@ LARGEST = {
     "full_attention_interval": 1024, "conv_L_cache": 64, "block_multiple_of": 1 << 22,
     "block_ff_dim": 1 << 22, "depth": 1024, "num_heads": 4096, "patch_size": 256, "temporal_patch_size": 16,
     "spatial_merge_size": 16, "out_hidden_size": 1 << 20, "window_size": 1 << 16,
-    "num_position_embeddings": 1 << 20,
+    "num_position_embeddings": 1 << 20, "mamba_n_heads": 4096, "mamba_n_groups": 4096, "mamba_d_head": 1024,
+    "mamba_d_state": 1024, "mamba_d_conv": 64, "mamba_expand": 64,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""
@@ -43,6 +44,7 @@ FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob",
     "rope_interleave", "use_sliding_window", "is_causal", "truncate", "attention_out_bias", "use_bias",
     "conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias", "linear_allow_neg_eigval",
+    "mamba_conv_bias", "mamba_proj_bias",
 )  # fmt: skip
 LISTS = (
     "layer_types",
@@ -53,6 +55,7 @@ LISTS = (
     "long_factor",
     "layer_rope_theta",
     "full_attn_idxs",
+    "attn_layer_indices",
 )
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 KINDS: dict[str, tuple[str, type[Any]]] = {

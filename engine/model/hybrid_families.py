@@ -1,5 +1,5 @@
-"""The families in which most layers are recurrent (gated delta nets, short convolutions), by the architecture
-that config.json names."""
+"""The families in which most layers are recurrent (gated delta nets, Mamba-2, short convolutions), by the
+architecture that config.json names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 from .config_values import positive_int
 from .delta_net_config import DeltaNetNames, delta_net_config
 from .family import Family, TensorNames
-from .family_rules import FULL, no_windows
+from .family_rules import FULL, granite_scales, no_windows
+from .mamba_config import MAMBA, mamba_config
 from .mixture_config import MixtureNames
-from .mixture_families import CORRECTED, QWEN_MIXTURE_SHARED
+from .mixture_families import CORRECTED, GRANITE_MIXTURE, GRANITE_SHARED, QWEN_MIXTURE_SHARED
 from .short_conv_config import CONV, short_conv_config
 from .wrapped_families import part_of
 
@@ -94,6 +95,24 @@ def lfm2_mixture_terms(config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def granite_hybrid_terms(config: dict[str, Any]) -> dict[str, Any]:
+    """Without experts all MLPs are dense. Rope is left out unless config.json asks for it."""
+    kinds = {"mamba": MAMBA, "attention": FULL}
+    layer_types = config.get("layer_types") or [MAMBA] * positive_int(config, "num_hidden_layers")
+    found = {**config, "layer_types": [kinds.get(kind, kind) for kind in layer_types]}
+    if not config.get("num_local_experts"):
+        found |= {"enable_moe_block": False, "intermediate_size": config.get("shared_intermediate_size")}
+    if config.get("position_embedding_type") != "rope":
+        found["no_rope_layers"] = [0] * positive_int(config, "num_hidden_layers")
+    return found
+
+
+def bamba_terms(config: dict[str, Any]) -> dict[str, Any]:
+    full = config.get("attn_layer_indices") or []
+    layers = range(positive_int(config, "num_hidden_layers"))
+    return {**config, "layer_types": [FULL if i in full else MAMBA for i in layers]}
+
+
 OLMO_DELTA_NET = DeltaNetNames(
     ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), ("q_conv1d", "k_conv1d", "v_conv1d"),
     "o_norm", "o_proj", 1e-5,
@@ -113,6 +132,26 @@ LFM2 = Family(
     },
 )  # fmt: skip
 HYBRID: dict[str, Family] = {
+    "BambaForCausalLM": Family(
+        o_bias="attention_bias", mlp_bias="mlp_bias", windows=no_windows, terms=bamba_terms,
+        recurrent=partial(mamba_config, "mamba"),
+        tensors=TensorNames(
+            post_norm="pre_ff_layernorm", gate="feed_forward.gate_proj", up="feed_forward.up_proj",
+            down="feed_forward.down_proj", norm="model.final_layernorm",
+        ),
+        defaults={
+            "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144, "partial_rotary_factor": 0.5,
+        },
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        o_bias="attention_bias", scales=granite_scales, windows=no_windows, terms=granite_hybrid_terms,
+        recurrent=partial(mamba_config, "mamba"),
+        tensors=TensorNames(gate=GRANITE_SHARED[0], up="", down=GRANITE_SHARED[2]),
+        mixture=replace(GRANITE_MIXTURE, shared=GRANITE_SHARED),
+        defaults={"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": replace(
         LFM2,

@@ -48,6 +48,7 @@ GRANITE_MIXTURE = MixtureNames(
     "block_sparse_moe.router.layer", "block_sparse_moe.input_linear.weight", "",
     "block_sparse_moe.output_linear.weight", stacked=True,
 )  # fmt: skip
+GRANITE_SHARED = ("shared_mlp.input_linear", "", "shared_mlp.output_linear")
 GRANITE = Family(o_bias="attention_bias", scales=granite_scales, mixture=GRANITE_MIXTURE)
 QWEN_MIXTURE_SHARED = replace(
     QWEN_MIXTURE,
@@ -111,7 +112,7 @@ MIXTURES: dict[str, Family] = {
     "GraniteMoeForCausalLM": GRANITE,
     "GraniteMoeSharedForCausalLM": replace(
         GRANITE,
-        mixture=replace(GRANITE_MIXTURE, shared=("shared_mlp.input_linear", "", "shared_mlp.output_linear")),
+        mixture=replace(GRANITE_MIXTURE, shared=GRANITE_SHARED),
     ),
     "HYV3ForCausalLM": Family(
         o_bias="attention_bias", qk_norm="head",

@@ -21,6 +21,7 @@ from ...kernels.mixture_shape import MixtureShape
 from ..errors import ModelConfigError
 from .config import ModelConfig
 from .expert_split import some_for_each
+from .mamba_config import MambaConfig
 from .mixture_config import MixtureConfig
 from .short_conv_config import ShortConvConfig
 
@@ -139,11 +140,14 @@ def check_split(config: ModelConfig, size: int, exact: bool, whole_experts: bool
         sizes["columns of an MLP"] = config.intermediate_size
     one_rank_a_head = config.full_heads is not None or config.recurrent is not None
 
+    groups = config.recurrent.shape.num_key_heads if isinstance(config.recurrent, MambaConfig) else 1
+
     def fits(count: int) -> bool:
         heads = config.num_kv_heads
         return (
             not any(total % count for total in sizes.values())
             and (heads % count == 0 or (count % heads == 0 and not one_rank_a_head))
+            and (groups % count == 0 or count % groups == 0)
             and some_for_each(config, count, whole_experts)
         )
 

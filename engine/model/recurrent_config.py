@@ -14,9 +14,10 @@ from typing import TypeAlias
 from ...kernels.state_shape import StatePlace, num_state_blocks, spaced_floats
 from ..errors import ModelConfigError
 from .delta_net_config import DeltaNetConfig
+from .mamba_config import MambaConfig
 from .short_conv_config import ShortConvConfig
 
-RecurrentConfig: TypeAlias = DeltaNetConfig | ShortConvConfig
+RecurrentConfig: TypeAlias = DeltaNetConfig | MambaConfig | ShortConvConfig
 
 
 @dataclass(frozen=True, slots=True)

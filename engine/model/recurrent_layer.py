@@ -1,5 +1,5 @@
-"""A layer of the decoder that keeps a state in place of keys and values (``decoder.py``): a gated delta net
-or a short convolution."""
+"""A layer of the decoder that keeps a state in place of keys and values (``decoder.py``): a gated delta net,
+Mamba-2's, or a short convolution."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .delta_net_config import DeltaNetConfig
 from .delta_net_layer import delta_net_mixer
 from .layer_mlp import LayerMlp, ResidualNorm
 from .layers import LayerLoader
+from .mamba_config import MambaConfig
+from .mamba_layer import mamba_mixer
 from .ranks import of_rank
 from .short_conv_layer import short_conv_mixer
 
@@ -41,11 +43,13 @@ class RecurrentLayer:
         input_norm = load.norm(f"{layer}.{names.input_norm}", float(config.unit_norms))
         self._input_norm = ResidualNorm(load.kernels, input_norm, config.residual_eps)
         self._place = own.states.place(index)
-        self._mixer = (
-            Mixer(*delta_net_mixer(config.recurrent, load, layer, config.rms_norm_eps))
-            if isinstance(config.recurrent, DeltaNetConfig)
-            else Mixer(*short_conv_mixer(config.recurrent, load, layer))
-        )
+        match config.recurrent:
+            case DeltaNetConfig() as recurrent:
+                self._mixer = Mixer(*delta_net_mixer(recurrent, load, layer, config.rms_norm_eps))
+            case MambaConfig() as recurrent:
+                self._mixer = Mixer(*mamba_mixer(recurrent, load, layer, config.rms_norm_eps))
+            case recurrent:
+                self._mixer = Mixer(*short_conv_mixer(recurrent, load, layer))
         self._mlp = LayerMlp(config, index, load)
 
     def run(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, inputs: StateInputs) -> Tensor:

@@ -2,6 +2,8 @@
 //
 //   kv = S' k,  sq = S' q,  delta = beta (v - g kv),  o = g sq + (k' q) delta,  S = g S + k delta'
 //
+// Mamba-2's rule has no kv (which is summed all the same: one token waits for memory) and adds skip v to o.
+//
 // S is [key_dim, value_dim] of one value head; one item of work is one head of one sequence. 8 FLOPs a number of S and token.
 //   one token:    S is read where it lies for the two sums, then read again (from L2) and written to its other copy. Memory-bound: bytes are S
 //                 in and out. A core of Zen 4 takes 11.5 us for 128 x 128, as for a copy of 64 KiB in memory.
@@ -156,16 +158,19 @@ struct Channels {  // of q, k or v of one head: how many, and where they begin i
   int64_t count, here, there, kept;
 };
 
+// Key heads of a key-value head: one that several have, or some of its own.
+static inline int64_t keys_of_kv(const DeltaNetArgs& g) { return g.num_key_heads < g.num_kv_heads ? 1 : g.num_key_heads / g.num_kv_heads; }
+
 // One value head of one sequence.
 template <class T>
 struct DeltaNetHead {
   const DeltaNetArgs& g;
   const int64_t seq, head, keys, values, past;  // past: inputs of the convolution that are kept
   const int64_t key_head, kv_head, value_in_kv, state_at, kept_at, kept_row;
-  const bool keeps_key;  // of the value heads that share a key head, the first one writes its inputs
-  int64_t padded_keys, row;
+  const bool keeps_key;  // of a key-value head's value heads that share a key head, the first one writes its inputs
+  int64_t padded_keys, row, width, channels;
   Channels parts[3];
-  float *taps, *seen, *mixed, *decay, *beta, *kq, *o, *kv, *sq, *delta, *state;
+  float *taps, *bias, *seen, *mixed, *decay, *beta, *kq, *o, *kv, *sq, *delta, *state;
   float **source, **target;  // rows of S, and of the S behind it
 
   DeltaNetHead(const DeltaNetArgs& g, int64_t seq, int64_t head)
@@ -173,9 +178,11 @@ struct DeltaNetHead {
         key_head(head / (g.num_value_heads / g.num_key_heads)), kv_head(head / (g.num_value_heads / g.num_kv_heads)),
         value_in_kv(head % (g.num_value_heads / g.num_kv_heads)), state_at(g.offset + value_in_kv * keys * values),
         kept_at(g.offset + g.num_value_heads / g.num_kv_heads * keys * values),
-        kept_row((2 * g.num_key_heads * keys + g.num_value_heads * values) / g.num_kv_heads),
-        keeps_key(head % (g.num_value_heads / g.num_key_heads) == 0) {
-    const int64_t kv_keys = g.num_key_heads / g.num_kv_heads, key_in_kv = key_head % kv_keys;
+        kept_row(2 * keys_of_kv(g) * keys + g.num_value_heads / g.num_kv_heads * values),
+        keeps_key(value_in_kv % smaller(g.num_value_heads / g.num_key_heads, g.num_value_heads / g.num_kv_heads) == 0) {
+    const int64_t kv_keys = keys_of_kv(g), key_in_kv = key_head % kv_keys;
+    channels = 2 * g.num_key_heads * keys + g.num_value_heads * values;
+    width = channels + g.num_value_heads * (values + (g.skip ? 1 : 2));
     padded_keys = (keys + W - 1) / W * W;
     row = 2 * padded_keys + values;
     parts[0] = {keys, 0, key_head * keys, key_in_kv * keys};
@@ -183,14 +190,14 @@ struct DeltaNetHead {
     parts[2] = {values, 2 * padded_keys, 2 * g.num_key_heads * keys + head * values, 2 * kv_keys * keys + value_in_kv * values};
     static thread_local Floats buffer;
     const int64_t pointers = 2 * keys;  // the room of one for each row, in floats
-    const int64_t sizes[] = {g.conv_size * row, (past + TOKEN_TILE) * row, TOKEN_TILE * row, TOKEN_TILE, TOKEN_TILE, TOKEN_TILE,
+    const int64_t sizes[] = {g.conv_size * row, row, (past + TOKEN_TILE) * row, TOKEN_TILE * row, TOKEN_TILE, TOKEN_TILE, TOKEN_TILE,
                              TOKEN_TILE * values, values, values, values, keys * values, 2 * pointers, pointers};
     float *of_source, *of_target;
-    float** const places[] = {&taps, &seen, &mixed, &decay, &beta, &kq, &o, &kv, &sq, &delta, &state, &of_source, &of_target};
+    float** const places[] = {&taps, &bias, &seen, &mixed, &decay, &beta, &kq, &o, &kv, &sq, &delta, &state, &of_source, &of_target};
     int64_t total = 0;
     for (const int64_t size : sizes) total += (size + 15) / 16 * 16;
     float* next = buffer.reserve(total);
-    for (int i = 0; i < 13; ++i) *places[i] = next, next += (sizes[i] + 15) / 16 * 16;
+    for (int i = 0; i < 14; ++i) *places[i] = next, next += (sizes[i] + 15) / 16 * 16;
     source = reinterpret_cast<float**>(of_source);
     target = reinterpret_cast<float**>(of_target);
   }
@@ -200,8 +207,10 @@ struct DeltaNetHead {
   void begin(const StateRuns& from) {
     if (padded_keys != keys) std::memset(seen, 0, size_t((past + TOKEN_TILE) * row) * sizeof(float));
     if (padded_keys != keys) std::memset(taps, 0, size_t(g.conv_size * row) * sizeof(float));
+    std::memset(bias, 0, size_t(row) * sizeof(float));
     for (const Channels& part : parts) {
       const int64_t first = part.there * g.conv_size;
+      if (g.conv_bias) std::memcpy(bias + part.here, g.conv_bias + part.there, size_t(part.count) * sizeof(float));
       if (g.conv_dtype == kFloat32) transpose_taps(static_cast<const float*>(g.conv) + first, part.count, g.conv_size, taps + part.here, row);
       else transpose_taps(static_cast<const bf16*>(g.conv) + first, part.count, g.conv_size, taps + part.here, row);
       for (int64_t j = 0; j < past; ++j) from.read(kept_at + j * kept_row + part.kept, part.count, seen + j * row + part.here);
@@ -210,27 +219,24 @@ struct DeltaNetHead {
 
   // q, k, v, the decay and beta of tokens [first, first + count) of the step.
   void mix(int64_t first, int64_t count) {
-    const int64_t channels = 2 * g.num_key_heads * keys + g.num_value_heads * values;
-    const int64_t width = channels + g.num_value_heads * (values + 2);
     for (int64_t t = 0; t < count; ++t) {
       const T* const x = static_cast<const T*>(g.projected) + (first + t) * width;
       float* const at = seen + (past + t) * row;
       for (const Channels& part : parts) widen_row(x + part.there, at + part.here, part.count);
-      const float b = widen(x[channels + g.num_value_heads * values + head]);
-      const float a = widen(x[channels + g.num_value_heads * (values + 1) + head]) + g.dt[head];
-      beta[t] = g.beta_scale / (1.0f + expf(-b));
-      decay[t] = expf(-g.decay[head] * (a > 20.0f ? a : log1pf(expf(a))));
+      const T* const gates = x + channels + g.num_value_heads * values + head;
+      const float a = widen(gates[g.skip ? 0 : g.num_value_heads]) + g.dt[head], step = a > 20.0f ? a : log1pf(expf(a));
+      beta[t] = g.skip ? step : g.beta_scale / (1.0f + expf(-widen(gates[0])));
+      decay[t] = expf(-g.decay[head] * step);
     }
     for (int64_t t = 0; t < count; ++t) {
       float* const y = mixed + t * row;
       for (int64_t c = 0; c < row; c += W) {
-        vf x = {};
+        vf x = load(bias + c);
         for (int64_t j = 0; j <= past; ++j) x += load(seen + (t + j) * row + c) * load(taps + j * row + c);
         store(y + c, x / (vexp(-x) + 1.0f));
       }
       float *const q = y, *const k = y + padded_keys;
-      scale_to_length(q, 1.0f / std::sqrt(float(keys)));
-      scale_to_length(k, 1.0f);
+      if (!g.skip) scale_to_length(q, 1.0f / std::sqrt(float(keys))), scale_to_length(k, 1.0f);
       vf products = {};
       for (int64_t c = 0; c < padded_keys; c += W) products += load(q + c) * load(k + c);
       kq[t] = sum(products);
@@ -248,9 +254,10 @@ struct DeltaNetHead {
   void answer(int64_t t, int64_t first, int64_t columns) {
     const float* const v = mixed + t * row + 2 * padded_keys;
     for (int64_t c = first; c < first + columns; c += W) {
-      const vf d = (load(v + c) - load(kv + c) * decay[t]) * beta[t];
+      const vf d = g.skip ? load(v + c) * beta[t] : (load(v + c) - load(kv + c) * decay[t]) * beta[t];
+      const vf sum = rounded_product(load(sq + c), splat(decay[t])) + d * kq[t];
       store(delta + c, d);
-      store(o + t * values + c, rounded_product(load(sq + c), splat(decay[t])) + d * kq[t]);
+      store(o + t * values + c, g.skip ? sum + load(v + c) * g.skip[head] : sum);
     }
   }
 
@@ -339,12 +346,14 @@ struct DeltaNetHead {
   }
   template <class N>
   void finish_by(const N* weight, int64_t first, int64_t count) {
-    const int64_t channels = 2 * g.num_key_heads * keys + g.num_value_heads * values;
-    const int64_t width = channels + g.num_value_heads * (values + 2);
     for (int64_t t = 0; t < count; ++t) {
       const T* const z = static_cast<const T*>(g.projected) + (first + t) * width + channels + head * values;
       T* const y = static_cast<T*>(g.out) + ((first + t) * g.num_value_heads + head) * values;
       const float* const x = o + t * values;
+      if (g.skip) {
+        for (int64_t c = 0; c < values; c += W) store(y + c, load(x + c) * (load(z + c) / (vexp(-load(z + c)) + 1.0f)));
+        continue;
+      }
       vf squares = {};
       for (int64_t c = 0; c < values; c += W) squares += load(x + c) * load(x + c);
       const float scale = 1.0f / std::sqrt(sum(squares) / float(values) + g.eps);

@@ -164,12 +164,14 @@ struct StateArgs {           // the states of a step's sequences, of one layer; 
 };
 
 struct DeltaNetArgs : StateArgs {  // see delta_net.h and ../delta_net.py
-  const void* projected;     // [num_tokens, q, k, v of all heads, z, b, a]
+  const void* projected;     // [num_tokens, q, k, v of all heads, z, b, a]; Mamba-2 has no b
   void* out;                 // [num_tokens, num_value_heads, value_dim]
   const void* conv;          // [channels, conv_size]
   const float* decay;        // [num_value_heads]
   const float* dt;           // [num_value_heads]
   const void* norm;          // [value_dim]
+  const float* conv_bias;    // [channels] or null
+  const float* skip;         // [num_value_heads]; null: the delta rule, else Mamba-2's
   int64_t num_key_heads, num_value_heads, key_dim, value_dim, conv_size;  // value_dim: a multiple of the vector width
   float eps, beta_scale;
   Dtype dtype, conv_dtype, norm_dtype;

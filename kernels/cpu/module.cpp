@@ -203,6 +203,7 @@ PyObject* delta_net(PyObject*, PyObject* const* values, Py_ssize_t count) {
   DeltaNetArgs g;
   g.projected = a.input(); g.out = a.address<void>();
   g.conv = a.input(); g.decay = a.address<const float>(); g.dt = a.address<const float>(); g.norm = a.input();
+  g.conv_bias = a.address<const float>(); g.skip = a.address<const float>();
   g.num_key_heads = a.integer(); g.num_value_heads = a.integer(); g.key_dim = a.integer(); g.value_dim = a.integer(); g.conv_size = a.integer();
   g.eps = float(a.real()); g.beta_scale = float(a.real()); g.dtype = a.dtype(); g.conv_dtype = a.dtype(); g.norm_dtype = a.dtype();
   state_arguments(a, g);
@@ -323,7 +324,7 @@ PyMethodDef methods[] = {
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
     FAST(gate_mul, "gate_up, y, rows, n, activation, dtype"),
     FAST(mixture, "weights, x, y, rows, dtype"),
-    FAST(delta_net, "projected, out, conv, decay, dt, norm, num_key_heads, num_value_heads, key_dim, value_dim, conv_size, eps, beta_scale, "
+    FAST(delta_net, "projected, out, conv, decay, dt, norm, conv_bias, skip, num_key_heads, num_value_heads, key_dim, value_dim, conv_size, eps, beta_scale, "
                     "dtype, conv_dtype, norm_dtype" STATES),
     FAST(short_conv, "projected, out, conv, bias or 0, channels, conv_size, dtype" STATES),
     FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, positions, slots, "

@@ -6,7 +6,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.state_kernels import Part, assert_same_bits_in_chunks, assert_same_step, case_of, parts, shape_of
+from support.state_kernels import (
+    Part,
+    assert_same_bits_in_chunks,
+    assert_same_step,
+    case_of,
+    mamba_shape,
+    parts,
+    shape_of,
+)
 
 from splitserve.bench.kernels import triton_interpreter
 from splitserve.kernels.delta_net import delta_net
@@ -49,6 +57,33 @@ def test_a_step(
     """Chunks, single tokens and padding in one batch, with and without a state before."""
     shape = shape_of(kv_heads, 1, values_of_key, dim, conv_size)
     case = case_of(shape, kv_heads, dtype, first, len(step), pool_dtype)
+    assert_same_step(case, gpu_delta_net, delta_net, dtype, step)
+
+
+@few
+@given(
+    step=parts(longest=5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    num_keys=st.sampled_from([1, 2, 4]),
+    values_of_each=st.integers(1, 3),
+    dim=st.sampled_from([8, 24]),
+    conv_size=st.sampled_from([3, 4]),
+    first=st.integers(0, 3),
+)
+def test_a_step_of_mamba_2(
+    step: list[Part],
+    dtype: torch.dtype,
+    kv_heads: int,
+    num_keys: int,
+    values_of_each: int,
+    dim: int,
+    conv_size: int,
+    first: int,
+) -> None:
+    """Also where several key-value heads have one key head."""
+    shape = mamba_shape(kv_heads, num_keys, values_of_each, dim, conv_size)
+    case = case_of(shape, kv_heads, dtype, first, len(step))
     assert_same_step(case, gpu_delta_net, delta_net, dtype, step)
 
 

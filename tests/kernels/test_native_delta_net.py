@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.native_kernels import DTYPES, REFERENCE, several
-from support.state_kernels import Part, assert_same_bits_in_chunks, assert_same_step, case_of, parts, shape_of
+from support.state_kernels import (
+    Part,
+    assert_same_bits_in_chunks,
+    assert_same_step,
+    case_of,
+    mamba_shape,
+    parts,
+    shape_of,
+)
 
 from splitserve.kernels.state_shape import NO_STATE
 
@@ -49,12 +57,41 @@ def test_a_step(
 
 @several
 @given(
+    step=parts(longest=150),
+    dtype=DTYPES,
+    kv_heads=st.sampled_from([1, 2, 4]),
+    num_keys=st.sampled_from([1, 2, 4, 8]),
+    values_of_each=st.integers(1, 3),
+    dim=st.sampled_from([4, 8, 24, 32]),
+    conv_size=st.integers(2, 4),
+    first=st.integers(0, 3),
+)
+def test_a_step_of_mamba_2(
+    native: native_cpu.NativeCpuKernels,
+    step: list[Part],
+    dtype: torch.dtype,
+    kv_heads: int,
+    num_keys: int,
+    values_of_each: int,
+    dim: int,
+    conv_size: int,
+    first: int,
+) -> None:
+    """Also where several key-value heads have one key head."""
+    shape = mamba_shape(kv_heads, num_keys, values_of_each, dim, conv_size)
+    case = case_of(shape, kv_heads, dtype, first, len(step))
+    assert_same_step(case, native.delta_net, REFERENCE.delta_net, dtype, step)
+
+
+@several
+@given(
     dtype=DTYPES,
     dim=st.sampled_from([8, 24, 128]),
     source=st.sampled_from([NO_STATE, 0, 1]),
     length=st.integers(2, 150),
     cuts=st.lists(st.integers(1, 149), min_size=1, max_size=5),
     single=st.booleans(),
+    mamba=st.booleans(),
 )
 def test_a_token_has_the_same_bits_in_any_chunk(
     native: native_cpu.NativeCpuKernels,
@@ -64,9 +101,11 @@ def test_a_token_has_the_same_bits_in_any_chunk(
     length: int,
     cuts: list[int],
     single: bool,
+    mamba: bool,
 ) -> None:
     """``single``: one token after the other."""
-    case = case_of(shape_of(2, 1, 2, dim, 4), 2, dtype)
+    shape = mamba_shape(2, 1, 3, dim, 4) if mamba else shape_of(2, 1, 2, dim, 4)
+    case = case_of(shape, 2, dtype)
     cuts = [min(cut, length) for cut in cuts] + (list(range(length)) if single else [])
     assert_same_bits_in_chunks(case, native.delta_net, dtype, source, length, cuts)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -59,7 +63,39 @@ SHORT_CONV: dict[str, Any] = {
     "conv_L_cache": 3,
     "conv_bias": True,
 }
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 24,
+    "mamba_n_groups": 1,
+}
+GRANITE: dict[str, Any] = {
+    **MAMBA,
+    "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+    "shared_intermediate_size": 48,
+    "position_embedding_type": "nope",
+}
 HYBRID: Families = {
+    "bamba": (
+        BambaForCausalLM,
+        BambaConfig,
+        {**MAMBA, "mamba_n_groups": 2, "attn_layer_indices": [1, 3], "mamba_proj_bias": True},
+    ),
+    "granite_hybrid": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        {**GRANITE, "num_local_experts": 0},
+    ),
+    "granite_hybrid_moe": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
+    ),
     "lfm2": (Lfm2ForCausalLM, Lfm2Config, {**SHORT_CONV, "block_multiple_of": 16}),
     "lfm2_moe": (
         Lfm2MoeForCausalLM,

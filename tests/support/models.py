@@ -141,7 +141,7 @@ def make_decisive(model: PreTrainedModel, seed: int) -> None:
                 continue
             if name.endswith("per_expert_scale"):  # powers of two: experts times these round as they do alone
                 tensor.copy_(2.0 ** torch.randint(-1, 2, tensor.shape, generator=generator))
-            elif name.endswith(("scale", *(f"norm{of}.weight" for of in ("", "1", "2", "_1", "_2")))):
+            elif name.endswith((".D", "scale", *(f"norm{of}.weight" for of in ("", "1", "2", "_1", "_2")))):
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
             elif name.endswith("A_log"):  # some heads forget at once, others hardly
                 tensor.uniform_(-5, 1, generator=generator)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from splitserve.bench.kernels.kernel_inputs import randn
-from splitserve.kernels.delta_net import DeltaNetShape, DeltaNetWeights
+from splitserve.kernels.delta_net import DeltaNetShape, DeltaNetWeights, read_heads, write_heads
 from splitserve.kernels.short_conv import ShortConvShape, ShortConvWeights
 from splitserve.kernels.state_shape import NO_STATE, PADDING, StatePlace, num_state_blocks, spaced_floats
 from splitserve.kernels.states import StateInputs, read_state
@@ -60,16 +60,27 @@ def shape_of(kv_heads: int, keys_of_each: int, values_of_key: int, dim: int, con
     return DeltaNetShape(num_keys, num_keys * values_of_key, dim, dim, conv_size)
 
 
+def mamba_shape(kv_heads: int, num_keys: int, values_of_each: int, dim: int, conv_size: int) -> DeltaNetShape:
+    """``values_of_each``: of a key head or a key-value head, whichever are more."""
+    num_values = values_of_each * max(kv_heads, num_keys)
+    return DeltaNetShape(num_keys, num_values, 2 * dim, dim, conv_size, delta_rule=False)
+
+
 def weights_of(
     shape: DeltaNetShape | ShortConvShape, dtype: torch.dtype
 ) -> DeltaNetWeights | ShortConvWeights:
     if isinstance(shape, ShortConvShape):
         conv = randn(shape.conv_size, shape.channels, seed=1)
         return ShortConvWeights(conv, randn(shape.channels, seed=2) if shape.conv_size % 2 else None)
+    of_heads = [randn(shape.num_value_heads, seed=seed) for seed in (2, 3, 7)]
+    conv = randn(shape.channels, shape.conv_size, dtype=dtype, seed=1)
+    if not shape.delta_rule:
+        bias = randn(shape.channels, seed=8) if shape.conv_size % 2 else None
+        return DeltaNetWeights(conv, of_heads[0].exp() / 8, of_heads[1], conv_bias=bias, skip=of_heads[2])
     return DeltaNetWeights(
-        randn(shape.channels, shape.conv_size, dtype=dtype, seed=1),
-        randn(shape.num_value_heads, seed=2).exp(),
-        randn(shape.num_value_heads, seed=3),
+        conv,
+        of_heads[0].exp(),
+        of_heads[1],
         1 + randn(shape.value_dim, seed=4) / 4,
         1e-6,
         beta_scale=2.0 if shape.conv_size == 2 else 1.0,
@@ -101,7 +112,7 @@ class Case:
         """Every third token's gates far from zero, if it has any."""
         x = randn(num_tokens, self.shape.width, dtype=dtype, seed=5)
         if isinstance(self.shape, DeltaNetShape):
-            x[1::3, -2 * self.shape.num_value_heads :] *= 60
+            x[1::3, -2 * self.shape.num_value_heads :] *= 60 if self.shape.delta_rule else 3
         return x
 
     def run(self, kernel: Kernel, projected: Tensor, pool: Tensor, parts: Sequence[Part]) -> Tensor:
@@ -129,7 +140,11 @@ def case_of(
     pool = torch.zeros(sizes, dtype=pool_dtype)
     pool.view(torch.float32).copy_(randn(*pool.view(torch.float32).shape, seed=6))
     place = StatePlace(LAYER, first * spaced_floats(shape, num_kv_heads))
-    return Case(shape, weights_of(shape, dtype), place, pool, table)
+    case = Case(shape, weights_of(shape, dtype), place, pool, table)
+    if isinstance(shape, DeltaNetShape) and shape.num_key_heads < num_kv_heads:
+        for blocks in case.inputs([Part(1)] * num_seqs).tables.flatten(0, 1).long():
+            write_heads(pool, place, blocks, shape, *read_heads(pool, place, blocks, shape))  # alike in all
+    return case
 
 
 def assert_same_step(

@@ -120,6 +120,7 @@ def test_a_name_that_cannot_be_computed_is_refused_with_what_can(name: str, mess
         ({"text_config": {"linear_num_value_heads": 32}}, "recurrent layers cannot be planned for"),
         ({"conv_L_cache": 3}, "recurrent layers cannot be planned for"),
         ({"layer_types": ["linear_attention"]}, "recurrent layers cannot be planned for"),
+        ({"layer_types": ["attention", "mamba"]}, "recurrent layers cannot be planned for"),
     ],
 )
 def test_a_config_of_no_known_shape_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:

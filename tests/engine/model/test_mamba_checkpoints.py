@@ -1,0 +1,89 @@
+"""Checkpoints of models with layers of Mamba-2: as published, and those that are refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from support.families import SMALL
+from support.hybrid_families import GRANITE
+
+from splitserve.engine.errors import ModelConfigError
+from splitserve.engine.model.config import ModelConfig, parse_config
+from splitserve.engine.model.ranks import check_split
+from splitserve.engine.model.tensors import expected_tensors
+
+
+def parsed(architecture: str, **values: Any) -> ModelConfig:
+    return parse_config({"architectures": [architecture], **values}, {})
+
+
+GRANITE_4 = {
+    "num_hidden_layers": 40, "vocab_size": 100352, "mamba_d_head": 64, "mamba_d_state": 128,
+    "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+    "position_embedding_type": "nope", "tie_word_embeddings": True, "num_key_value_heads": 8,
+    "num_attention_heads": 32, "max_position_embeddings": 131072, "time_step_limit": [0.0, math.inf],
+}  # fmt: skip
+GRANITE_4_SIZES = {
+    "small": (
+        {
+            "hidden_size": 4096, "mamba_n_heads": 128, "num_local_experts": 72, "num_experts_per_tok": 10,
+            "intermediate_size": 768, "shared_intermediate_size": 1536,
+        },
+        32.207,
+    ),
+    "tiny": (
+        {
+            "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48,
+            "num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512,
+            "shared_intermediate_size": 1024,
+        },
+        6.939,
+    ),
+    "micro": (
+        {
+            "hidden_size": 2048, "mamba_n_heads": 64, "num_local_experts": 0,
+            "intermediate_size": 8192, "shared_intermediate_size": 8192,
+        },
+        3.191,
+    ),
+}  # fmt: skip
+BAMBA = {"attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128}
+MAMBA_MODELS = [
+    *(("GraniteMoeHybridForCausalLM", {**GRANITE_4, **own}, size) for own, size in GRANITE_4_SIZES.values()),
+    ("BambaForCausalLM", BAMBA, 9.778),
+]
+
+
+@pytest.mark.parametrize(("architecture", "values", "billions"), MAMBA_MODELS)
+def test_sizes_of_published_models_with_mamba_2(
+    architecture: str, values: dict[str, Any], billions: float
+) -> None:
+    config = parsed(architecture, **values)
+    size = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    assert size / 1e9 == pytest.approx(billions, abs=0.001)
+    assert config.ropes[0].rotary_dim == (64 if values is BAMBA else 0)
+    check_split(config, 4, exact=False)
+
+
+def test_granite_4_without_recurrent_layers() -> None:
+    values = {**GRANITE_4, "layer_types": ["attention"] * 40, "position_embedding_type": "rope"}
+    config = parsed("GraniteMoeHybridForCausalLM", **{**values, **GRANITE_4_SIZES["micro"][0]})
+    assert (config.states, config.mixture, config.ropes[0].rotary_dim) == (None, None, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["mamba"] * 5}, "one or more full_attention"),
+        ({"time_step_limit": [0.001, 0.1]}, "time steps with a limit"),
+        ({"mamba_d_head": 8}, "8 heads of 8 numbers .* must have 128 numbers together"),
+        ({"mamba_d_state": 20}, "multiples of 8"),
+        ({"mamba_n_groups": 3}, "8 value heads on 3 key heads"),
+        ({"mamba_conv_bias": 1}, "'mamba_conv_bias' must be true or false"),
+    ],
+)
+def test_layers_of_mamba_2_that_are_not_built_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        parsed("GraniteMoeHybridForCausalLM", **{**SMALL, **GRANITE, **changes})
