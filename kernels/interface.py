@@ -231,11 +231,12 @@ class Kernels(Protocol):
         ...
 
     def gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """[num_tokens, 2 n] -> [num_tokens, n]: activation(gate) * up.
+        """[num_tokens, 2 n] -> [num_tokens, n]: activation(gate) * up; or of [num_tokens, n].
 
         silu          gate / (1 + exp(-gate)) * up
         gelu_tanh     gelu(gate) * up, with the tanh approximation of gelu
         clamped_silu  gate / (1 + exp(-1.702 gate)) * (up + 1), gate at most 7, up from -7 to 7
+        relu_squared  max(up, 0)^2, without a gate
         """
         ...
 

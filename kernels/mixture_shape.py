@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_silu")  # numbered so in cpu/kernels.h
+Activation = Literal["silu", "gelu_tanh", "clamped_silu", "relu_squared"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_silu", "relu_squared")
+"""Numbered so in cpu/kernels.h."""
+
+
+def num_inputs(activation: Activation) -> int:
+    """Matrices that make what an MLP's activation gets: gate and up, or up alone."""
+    return 1 if activation == "relu_squared" else 2
 
 
 @dataclass(frozen=True, slots=True)

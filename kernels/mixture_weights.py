@@ -15,7 +15,7 @@ from .quantised import Weight
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """An expert's matrices, as ``Kernels.linear`` takes them: gate above up [2 intermediate_size,
-    hidden_size] in one or two tensors, down [hidden_size, intermediate_size]."""
+    hidden_size] in one or two tensors, or up alone (``num_inputs``); down: the other way round."""
 
     gate_up: Weight | Sequence[Weight]
     down: Weight
@@ -26,7 +26,7 @@ class MixtureWeights:
     """router          [num_experts, hidden_size], with one more row where there is a shared expert: its gate
     router_bias     [num_experts] or None
     expert          reads the weights of one that ``shape`` holds; number ``num_experts``: the shared one
-    gate_up_biases  [experts held, 2 intermediate_size] or None; such mixtures have no shared expert
+    gate_up_biases  [experts held, outputs of gate_up] or None; such mixtures have no shared expert
     down_biases     [experts held, hidden_size] or None
     correction      float32 [num_experts] or None: added to the scores for the choice alone
     """

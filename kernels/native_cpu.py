@@ -18,7 +18,7 @@ from . import _cpu
 from .huge_pages import HugePageArena
 from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, RopeInputs, joined
 from .measured_choice import NEVER, ROWS, KernelChoices, rows_of_onednn
-from .mixture_shape import ACTIVATIONS, Activation
+from .mixture_shape import ACTIVATIONS, Activation, num_inputs
 from .mixture_weights import MixtureWeights
 from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, heads_in_memory
 from .native_linear import OF_ONE_THREAD, LinearByRows, OneDnnLinear, PackedLinear, check_rows, shape_of
@@ -147,7 +147,7 @@ class NativeCpuKernels:
 
     def gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         check_rows(gate_up, gate_up.dtype, gate_up.shape[1])
-        rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+        rows, n = gate_up.shape[0], gate_up.shape[1] // num_inputs(activation)
         y = torch.empty((rows, n), dtype=gate_up.dtype)
         code, dtype = ACTIVATIONS.index(activation), DTYPE_CODES[gate_up.dtype]
         _cpu.gate_mul(gate_up.data_ptr(), y.data_ptr(), rows, n, code, dtype)

@@ -112,6 +112,8 @@ def routes(logits: Tensor, shape: MixtureShape, correction: Tensor | None = None
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    if activation == "relu_squared":
+        return F.relu(gate_up).square()
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_silu":
         gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)

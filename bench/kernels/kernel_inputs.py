@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.interface import AttentionInputs
-from ...kernels.mixture_shape import MixtureShape
+from ...kernels.mixture_shape import MixtureShape, num_inputs
 from ...kernels.mixture_weights import ExpertWeights, MixtureWeights
 from ...kernels.quantised import QuantisedWeight
 from ...kernels.reference import quantize_e4m3
@@ -152,7 +152,7 @@ def quarters(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def mixture_weights(
     shape: MixtureShape, dtype: torch.dtype, biases: bool = False, device: str = "cpu"
 ) -> MixtureWeights:
-    hidden, count = shape.hidden_size, shape.num_experts
+    hidden, count, inputs = shape.hidden_size, shape.num_experts, num_inputs(shape.activation)
 
     def expert(i: int) -> ExpertWeights:
         size = shape.intermediate_size if i < count else shape.shared_size
@@ -160,12 +160,12 @@ def mixture_weights(
             (randn(*sizes, seed=3 * i + j) * sizes[1] ** -0.5).to(dtype).to(device)
             for j, sizes in enumerate([(size, hidden), (size, hidden), (hidden, size)])
         )
-        return ExpertWeights([gate, up], down)
+        return ExpertWeights([gate, up][-inputs:], down)
 
     router = quarters(count + (shape.shared_size > 0), hidden, dtype=dtype, seed=99).to(device)
     if not biases:
         return MixtureWeights(shape, router, expert)
-    sizes = (count, 2 * shape.intermediate_size), (count, hidden)
+    sizes = (count, inputs * shape.intermediate_size), (count, hidden)
     own = (randn(*size, dtype=dtype, device=device, seed=7) for size in sizes)
     return MixtureWeights(shape, router, expert, quarters(count, dtype=dtype).to(device), *own)
 

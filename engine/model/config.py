@@ -22,7 +22,9 @@ from .stored_names import as_stored, names_as_stored
 
 MODELOPT = "hf_quant_config.json"
 SENTENCE_TRANSFORMERS = "modules.json"  # its checkpoints are of the model without its head
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu_squared",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,8 @@ def parse_config(
 
 
 def _tensors(config: dict[str, Any], family: Family) -> TensorNames:
+    if family.halves is not None:
+        return replace(family.tensors, halves=family.halves(config))
     without = config.get("use_post_norm") is False  # of HyperCLOVA X
     return replace(family.tensors, attention_out_norm="", mlp_out_norm="") if without else family.tensors
 

@@ -56,6 +56,7 @@ LISTS = (
     "layer_rope_theta",
     "full_attn_idxs",
     "attn_layer_indices",
+    "layers_block_type",
 )
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 KINDS: dict[str, tuple[str, type[Any]]] = {

@@ -67,7 +67,7 @@ def _sliced(config: ModelConfig, mixture: MixtureConfig, down: str, columns: int
         return False
     if config.quantisation is None:
         return True
-    layers = (config.tensors.layer_name(i) for i, sparse in enumerate(mixture.layers) if sparse)
+    layers = (config.tensors.mlp_name(i) for i, sparse in enumerate(mixture.layers) if sparse)
     schemes = {config.quantisation.of(f"{layer}.{down}".removesuffix(".weight")) for layer in layers}
     return all(scheme is None or _divides(scheme, columns, size) for scheme in schemes)
 

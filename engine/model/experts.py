@@ -37,9 +37,9 @@ def load_mixture(load: LayerLoader, layer: str, config: MixtureConfig) -> Mixtur
 
     def named(parts: Sequence[str], whole: bool) -> ExpertWeights:
         """From tensors of its own. Without one for up, the first holds gate above up."""
-        gate, up, down = (f"{layer}.{of}" if of else "" for of in parts)
-        first, last = load.stored_weight(gate), load.stored_weight(down)
-        return own([first, load.stored_weight(up)] if up else _halves(first), last, down, whole)
+        *inputs, down = (f"{layer}.{of}" if of else "" for of in parts)
+        halves = [load.stored_weight(of) for of in inputs if of]
+        return own(halves if inputs[1] else _halves(halves[0]), load.stored_weight(down), down, whole)
 
     def part(i: int) -> ExpertWeights:
         """From tensors of all experts: gate and up by turns, or gate above up."""

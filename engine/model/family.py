@@ -50,7 +50,7 @@ class TensorNames:
     """Names in the checkpoint, without ``.weight`` and ``.bias``. The layer's are within ``layer``.
 
     A norm named "" is not there. Where ``k`` and ``v`` are "", ``q`` holds all three, one after the other; so
-    does ``gate`` where ``up`` is "".
+    does ``gate`` where ``up`` is "". Where ``gate`` is "" there is none.
     """
 
     embed: str = "model.embed_tokens"
@@ -74,6 +74,7 @@ class TensorNames:
     scalar: str = ""  # the whole name; the residual behind a layer is multiplied by it
     sinks: str = ""  # the whole name; see ``AttentionInputs``
     kv_scales: tuple[str, str] = ("self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale")  # {0}: k or v
+    halves: tuple[tuple[int, int], ...] = ()  # numbers of each layer's two, where they are apart; -1: none
     recurrent: TensorNames | None = None  # norms of recurrent layers, where they have other names
     prediction: PredictionNames | None = None
     behind: tuple[int, str] = (-1, "")  # number and name of the layer of ``prediction`` where it is loaded
@@ -81,7 +82,16 @@ class TensorNames:
     later: TensorNames | None = None  # in checkpoints that transformers wrote since 4.52
 
     def layer_name(self, number: int) -> str:
+        if self.halves:
+            return self.layer.format(self.halves[number][0])
         return self.behind[1] if number == self.behind[0] else self.layer.format(number)
+
+    def mlp_name(self, number: int) -> str:
+        """The name of the layer with the second half of this one; "": it has none."""
+        if not self.halves:
+            return self.layer_name(number)
+        place = self.halves[number][1]
+        return "" if place < 0 else self.layer.format(place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,7 @@ class Family:
     latent            attention is latent (DeepSeek)
     output_gate       attention's output is multiplied by the sigmoid of a gate; ``q`` makes it, too
     recurrent         layers with a state in place of keys and values; None: there are none
+    halves            gives ``TensorNames.halves``; None: ()
     full_heads        layers that attend to all tokens have heads of their own: ``full_heads.py``
     mixture           names of the experts' tensors; None: all MLPs are dense
     part              the key of config.json below which the text model is described; "": it is the whole
@@ -126,6 +137,7 @@ class Family:
     latent: bool = False
     output_gate: bool = False
     recurrent: Callable[[dict[str, Any], int, int], RecurrentConfig | None] | None = None
+    halves: Callable[[dict[str, Any]], tuple[tuple[int, int], ...]] | None = None
     full_heads: bool = False
     mixture: MixtureNames | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)

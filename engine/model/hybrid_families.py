@@ -14,6 +14,7 @@ from .family_rules import FULL, granite_scales, no_windows
 from .mamba_config import MAMBA, mamba_config
 from .mixture_config import MixtureNames
 from .mixture_families import CORRECTED, GRANITE_MIXTURE, GRANITE_SHARED, QWEN_MIXTURE_SHARED
+from .nemotron_family import NEMOTRON
 from .short_conv_config import CONV, short_conv_config
 from .wrapped_families import part_of
 
@@ -166,6 +167,7 @@ HYBRID: dict[str, Family] = {
             "num_dense_layers": 2, "use_expert_bias": True,
         },
     ),
+    "NemotronHForCausalLM": NEMOTRON,
     "OlmoHybridForCausalLM": Family(
         o_bias="attention_bias", qk_norm="all", windows=no_windows, terms=olmo_hybrid_terms,
         recurrent=partial(delta_net_config, OLMO_DELTA_NET),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...kernels.interface import DenseMlp, Kernels, Linear, RoundingLinear
+from ...kernels.mixture_shape import num_inputs
 from ...kernels.mixture_weights import Mixture
 from .config import ModelConfig
 from .experts import load_mixture
@@ -50,7 +51,7 @@ class MixtureBeside(NamedTuple):
 
 class LayerMlp:
     def __init__(self, config: ModelConfig, index: int, load: LayerLoader) -> None:
-        t, name, rank = config.tensors_of(index), config.tensors.layer_name(index), load.rank
+        t, name, rank = config.tensors_of(index), config.tensors.mlp_name(index), load.rank
         self._kernels, self._eps = load.kernels, config.residual_eps
         self._inner_eps = config.rms_norm_eps
         offset = float(config.unit_norms)
@@ -70,7 +71,8 @@ class LayerMlp:
                 self.out_norm = load.norm(f"{name}.{t.mixture_out_norm}", offset)
         else:
             size, names = config.intermediate_size, [f"{name}.{of}" for of in (t.gate, t.up) if of]
-            gate_up = load.column(names, config.mlp_bias, rank.rows(size, size))
+            rows = rank.rows(*[size] * num_inputs(config.activation))
+            gate_up = load.column(names, config.mlp_bias, rows)
             down = load.row(f"{name}.{t.down}", config.mlp_bias, config.layer_norms)
             self.mlp = DenseMlp(gate_up, config.activation, down, size // rank.size)
 

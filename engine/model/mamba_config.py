@@ -53,11 +53,8 @@ def mamba_config(name: str, config: dict[str, Any], num_layers: int, num_kv_head
     layers = recurrent_layers(config, num_layers, MAMBA)
     if not any(layers):
         return None
-    heads, inner = (
-        positive_int(config, "mamba_n_heads", 128),
-        positive_int(config, "mamba_expand", 2) * positive_int(config, "hidden_size"),
-    )
-    given = config.get("mamba_d_head", "auto")
+    heads, given = positive_int(config, "mamba_n_heads", 128), config.get("mamba_d_head", "auto")
+    inner = positive_int(config, "mamba_expand", 2) * positive_int(config, "hidden_size")
     shape = DeltaNetShape(
         num_key_heads=positive_int(config, "mamba_n_groups", 1),
         num_value_heads=heads,
@@ -68,11 +65,10 @@ def mamba_config(name: str, config: dict[str, Any], num_layers: int, num_kv_head
     )
     if (limit := config.get("time_step_limit")) not in NO_LIMIT:
         raise ModelConfigError(f"config.json: time steps with a limit ({limit!r:.100}) are not built")
-    if shape.value_dim * heads != inner or shape.key_dim % 8 or shape.value_dim % 8 or shape.conv_size < 2:
+    if (given == "auto" and inner % heads) or shape.key_dim % 8 or shape.value_dim % 8 or shape.conv_size < 2:
         raise ModelConfigError(
-            f"config.json: {heads} heads of {shape.value_dim} numbers with states of {shape.key_dim}, and "
-            f"convolutions of {shape.conv_size} tokens, are not supported: heads must have {inner} numbers "
-            "together; multiples of 8, and two tokens or more"
+            f"config.json: {heads} heads of {given} numbers, {shape.key_dim} numbers of state for each, and "
+            f"convolutions of {shape.conv_size} tokens are not supported; multiples of 8, and 2 or more, are"
         )
     try:
         shape.of_head(num_kv_heads)

@@ -25,7 +25,7 @@ MOST_EXPERTS = 1 << 17  # of all layers: several times those of any model
 @dataclass(frozen=True, slots=True)
 class MixtureNames:
     """Names of a mixture's tensors within its layer, without ``.weight`` and ``.bias``; ``{}``: an expert's
-    number.
+    number. Where ``gate`` is "" experts have none, nor has the shared one.
 
     Where ``up`` is "", ``gate`` and ``down`` hold those of all experts, inputs before outputs, gate and up by
     turns, and with ``_bias`` their biases; the router has one too (gpt-oss). ``halves``: gate before up, and
@@ -191,7 +191,7 @@ def usual_terms(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 def _shared_size(config: dict[str, Any], names: MixtureNames) -> int:
     if names.shared_gate:
         return positive_int(config, "shared_expert_intermediate_size")
-    if names.shared[0] and not names.shared[1]:
+    if names.shared[2] and not all(names.shared):
         size = config.get("shared_intermediate_size")
         return positive_int(config, "shared_intermediate_size") if size else 0
     count = int(config.get("n_shared_experts") or 0)
@@ -210,10 +210,9 @@ def _clamped(config: dict[str, Any]) -> Activation:
 
 def _mlp(names: list[str] | tuple[str, ...], size: int, hidden: int) -> dict[str, tuple[int, ...]]:
     gate, up, down = names
-    found: dict[str, tuple[int, ...]] = {
-        f"{gate}.weight": (size if up else 2 * size, hidden),
-        f"{down}.weight": (hidden, size),
-    }
+    found: dict[str, tuple[int, ...]] = {f"{down}.weight": (hidden, size)}
+    if gate:
+        found[f"{gate}.weight"] = (size if up else 2 * size, hidden)
     if up:
         found[f"{up}.weight"] = (size, hidden)
     return found

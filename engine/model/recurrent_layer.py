@@ -36,7 +36,7 @@ class RecurrentLayer:
     def __init__(self, config: ModelConfig, index: int, load: LayerLoader) -> None:
         """``config``: of all ranks."""
         own = of_rank(config, load.rank)
-        names, layer = config.tensors_of(index), config.tensors.layer.format(index)
+        names, layer = config.tensors_of(index), config.tensors.layer_name(index)
         assert config.recurrent is not None
         assert own.recurrent is not None
         assert own.states is not None
@@ -50,7 +50,7 @@ class RecurrentLayer:
                 self._mixer = Mixer(*mamba_mixer(recurrent, load, layer, config.rms_norm_eps))
             case recurrent:
                 self._mixer = Mixer(*short_conv_mixer(recurrent, load, layer))
-        self._mlp = LayerMlp(config, index, load)
+        self._mlp = LayerMlp(config, index, load) if config.tensors.mlp_name(index) else None
 
     def run(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, inputs: StateInputs) -> Tensor:
         """Write the states of the step's sequences to ``pool``; return the layer's output, not yet added to
@@ -67,7 +67,8 @@ class RecurrentLayer:
 
     def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
         """The rest of the layer, for rows of ``mix`` and of ``residual``."""
-        return self._mlp(self._mixer.out(mixed), residual)
+        out = self._mixer.out(mixed)
+        return out if self._mlp is None else self._mlp(out, residual)
 
 
 def run_recurrent(

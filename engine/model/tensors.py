@@ -27,31 +27,32 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         (t.up, c.intermediate_size, c.hidden_size, c.mlp_bias),
         (t.down, c.hidden_size, c.intermediate_size, c.mlp_bias),
     ]
-    for index, layer in enumerate(map(t.layer_name, range(c.num_layers + c.predicts))):
+    for index in range(c.num_layers + c.predicts):
+        layer, second, own = t.layer_name(index), t.mlp_name(index), c.tensors_of(index)
         projections, norms = _attention(c, index)
         if c.recurrent is not None and c.recurrent.layers[index]:
             projections.clear()
             norms.clear()
             expected |= c.recurrent.expected_tensors(layer, c.hidden_size)
-        own = c.tensors_of(index)
-        outer = (own.input_norm, own.attention_out_norm, own.post_norm, own.mlp_out_norm)
-        norms += [(name, (c.hidden_size,)) for name in outer if name]
         if c.latent is not None:
             expected |= c.latent.expected_tensors(layer)
-        if c.mixture is None or not c.mixture.layers[index] or c.mixture.names.beside:
-            projections += mlp
-        if c.mixture is not None and c.mixture.layers[index]:
-            expected |= c.mixture.expected_tensors(layer)
-            if t.mixture_out_norm:
-                expected[f"{layer}.{t.mixture_out_norm}.weight"] = (c.hidden_size,)
+        norms += [(name, (c.hidden_size,)) for name in (own.input_norm, own.attention_out_norm)]
+        halves = [(layer, projections, norms)]
+        if second:
+            sparse = c.mixture if c.mixture is not None and c.mixture.layers[index] else None
+            outer = [own.post_norm, own.mlp_out_norm, t.mixture_out_norm if sparse else ""]
+            dense = mlp if sparse is None or sparse.names.beside else []
+            halves.append((second, dense, [(name, (c.hidden_size,)) for name in outer]))
+            expected |= sparse.expected_tensors(second) if sparse else {}
         if t.sinks:
             expected[f"{layer}.{t.sinks}"] = (c.num_heads,)
         if t.scalar:
             expected[f"{layer}.{t.scalar}"] = (1,)
-        present = [projection for projection in projections if projection[0]]
-        expected |= {f"{layer}.{name}.weight": shape for name, shape in norms}
-        expected |= {f"{layer}.{name}.weight": (rows, columns) for name, rows, columns, _ in present}
-        expected |= {f"{layer}.{name}.bias": (rows,) for name, rows, _, bias in present if bias}
+        for of, linears, own_norms in halves:
+            present = [linear for linear in linears if linear[0]]
+            expected |= {f"{of}.{name}.weight": shape for name, shape in own_norms if name}
+            expected |= {f"{of}.{name}.weight": (rows, columns) for name, rows, columns, _ in present}
+            expected |= {f"{of}.{name}.bias": (rows,) for name, rows, _, bias in present if bias}
     return expected | _prediction(c)
 
 

@@ -65,25 +65,36 @@ struct ClampedSilu {
   static vf up(vf x) { return vmax(vmin(x, splat(7.0f)), splat(-7.0f)) + 1.0f; }
 };
 
-template <class Gate, class T>
-static void gate_mul_some(const T* gate, const T* up, T* out) {
-  const vf x = Gate::gate(load(gate));
-  store(out, x / (vexp(-Gate::slope(x)) + 1.0f) * Gate::up(load(up)));
+struct ReluSquared {};  // of up alone
+
+template <class Gate>
+static inline vf gated(vf gate, vf up) {
+  const vf x = Gate::gate(gate);
+  return x / (vexp(-Gate::slope(x)) + 1.0f) * Gate::up(up);
 }
+template <>
+inline vf gated<ReluSquared>(vf, vf up) {
+  const vf x = vmax(up, vf{});
+  return x * x;
+}
+template <class Gate>
+constexpr int64_t kInputs = 2;
+template <>
+constexpr int64_t kInputs<ReluSquared> = 1;
 
 // The last numbers of a row like the others: a rank's part of a row has the bits of the whole.
 template <class Gate, class T>
 static void gate_mul_of(const T* gate_up, T* y, int64_t n, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
-    const T *gate = gate_up + row * 2 * n, *up = gate + n;
+    const T *gate = gate_up + row * kInputs<Gate> * n, *up = gate + (kInputs<Gate> - 1) * n;
     T* out = y + row * n;
     int64_t i = 0;
-    for (; i + W <= n; i += W) gate_mul_some<Gate>(gate + i, up + i, out + i);
+    for (; i + W <= n; i += W) store(out + i, gated<Gate>(load(gate + i), load(up + i)));
     if (i == n) continue;
     T gates[W] = {}, ups[W] = {}, outs[W];
     std::copy(gate + i, gate + n, gates);
     std::copy(up + i, up + n, ups);
-    gate_mul_some<Gate>(gates, ups, outs);
+    store(outs, gated<Gate>(load(gates), load(ups)));
     std::copy(outs, outs + (n - i), out + i);
   }
 }

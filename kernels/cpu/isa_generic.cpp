@@ -25,6 +25,6 @@ namespace {
 }  // namespace
 
 const Kernels kGenericKernels = {"generic", W, PANEL, false, pack_linear, linear, low_rank_down, low_rank_up,
-                                pack_quantised, quantised_linear, attention, rope_and_store, add_rms_norm, {gate_mul<Silu>, gate_mul<Gelu>, gate_mul<ClampedSilu>},
+                                pack_quantised, quantised_linear, attention, rope_and_store, add_rms_norm, {gate_mul<Silu>, gate_mul<Gelu>, gate_mul<ClampedSilu>, gate_mul<ReluSquared>},
                                 gumbel_argmax, route, add_weighted, narrow_all, delta_net, short_conv};
 }  // namespace splitserve

@@ -186,6 +186,9 @@ struct ShortConvArgs : StateArgs {  // see short_conv.h and ../short_conv.py
   Dtype dtype;
 };
 
+constexpr int64_t kReluSquared = 3;  // of `activation`: the one without a gate
+inline int64_t num_inputs(int64_t activation) { return activation == kReluSquared ? 1 : 2; }
+
 using GateMul = void(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first_row, int64_t last_row);
 
 struct Kernels {
@@ -202,7 +205,7 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, const AttentionItem* items, int64_t first, int64_t last);
   void (*rope_and_store)(const RopeArgs&, int64_t first_token, int64_t last_token);
   void (*add_rms_norm)(const NormArgs&, int64_t first_row, int64_t last_row);
-  GateMul* gate_mul[3];      // silu, gelu by tanh, clamped silu
+  GateMul* gate_mul[4];      // silu, gelu by tanh, clamped silu, relu squared
   void (*gumbel_argmax)(const float* logits, const int64_t* keys, int64_t* chosen, int64_t vocab_size, int64_t first_row, int64_t last_row);
   void (*route)(const RouteArgs&, int64_t first_row, int64_t last_row);
   void (*add_weighted)(const void* y, float weight, float* sum, int64_t n, Dtype dtype);

@@ -86,14 +86,15 @@ void run_mlps(const std::vector<Expert>& experts, const void* x, void* y, int64_
   const int64_t item = dtype == kFloat32 ? 4 : 2;
   int64_t rows = 0;
   for (const Expert& expert : experts) rows += expert.rows;
-  char* const gate_up = static_cast<char*>(gate_up_buffer.reserve(rows * 2 * width * item));
+  const int64_t columns = num_inputs(activation) * width;
+  char* const gate_up = static_cast<char*>(gate_up_buffer.reserve(rows * columns * item));
   char* const activated = static_cast<char*>(activated_buffer.reserve(rows * width * item));
   products.clear();
   int64_t at = 0;
   for (const Expert& e : experts) {
     const Matrix& w = e.weights->gate_up;
-    products.push_back({static_cast<const char*>(x) + step * at * hidden_size * item, w.packed, w.bias, gate_up + at * 2 * width * item,
-                        e.rows, 2 * width, hidden_size, dtype, w.num_parts});
+    products.push_back({static_cast<const char*>(x) + step * at * hidden_size * item, w.packed, w.bias, gate_up + at * columns * item,
+                        e.rows, columns, hidden_size, dtype, w.num_parts});
     at += e.rows;
   }
   call(products.data(), products.size());

@@ -11,16 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..mixture_shape import Activation
+from ..mixture_shape import Activation, num_inputs
 from .fp8_rows import Fp8Rows, empty_fp8_rows, store_fp8_row
 
 COLUMNS = 1024  # of one program
 
 
 def gate_mul(gate_up: Tensor, activation: Activation, num_rows: Tensor | None = None) -> Tensor:
-    """[num_tokens, 2 n] -> [num_tokens, n]: see ``interface.Kernels``. ``num_rows`` int32 [1]: rows from
-    there on are left as they are; None: there are none."""
-    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    """See ``interface.Kernels``. ``num_rows`` int32 [1]: rows from there on are left as they are; None: there
+    are none."""
+    rows, n = gate_up.shape[0], gate_up.shape[1] // num_inputs(activation)
     assert gate_up.is_contiguous()
     out = torch.empty((rows, n), dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(n, COLUMNS))
@@ -32,7 +32,7 @@ def gate_mul(gate_up: Tensor, activation: Activation, num_rows: Tensor | None = 
 
 def gate_fp8(gate_up: Tensor, activation: Activation) -> Fp8Rows:
     """``fp8_rows`` of ``gate_mul``: the same bits. One program a row."""
-    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, n = gate_up.shape[0], gate_up.shape[1] // num_inputs(activation)
     assert gate_up.is_contiguous()
     out = empty_fp8_rows(rows, n, gate_up.device)
     columns = triton.next_power_of_2(n)
@@ -67,8 +67,9 @@ def _gate_mul_kernel(
             return
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real = columns < N
-    gate = tl.load(gate_up + row * (2 * N) + columns, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * N) + N + columns, mask=real, other=0.0).to(tl.float32)
+    UP: tl.constexpr = 0 if ACTIVATION == "relu_squared" else N  # where it begins
+    gate = tl.load(gate_up + row * (UP + N) + columns, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (UP + N) + UP + columns, mask=real, other=0.0).to(tl.float32)
     slope = gate
     if ACTIVATION == "clamped_silu":
         gate = tl.minimum(gate, 7.0)
@@ -77,6 +78,8 @@ def _gate_mul_kernel(
     if ACTIVATION == "gelu_tanh":  # 1 + tanh(x) is 2 sigmoid(2 x)
         slope = gate * (gate * gate * 0.07135481627 + 1.5957691216)
     gated = gate * tl.sigmoid(slope) * up
+    if ACTIVATION == "relu_squared":
+        gated = tl.maximum(up, 0.0) * tl.maximum(up, 0.0)
     if ROUNDS:
         store_fp8_row(gated.to(gate_up.dtype.element_ty).to(tl.float32), out, scales, row, N, COLUMNS)
     else:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import Linear, joined
-from ..mixture_shape import MixtureShape
+from ..mixture_shape import MixtureShape, num_inputs
 from ..mixture_weights import MixtureWeights
 from ..quantised import QuantisedWeight
 from .elementwise import gate_mul
@@ -56,7 +56,8 @@ class GpuMixture:
                 return
             logger.warning("kernels: experts in several forms are dequantised: they take the model's type")
             expert_of = experts.__getitem__
-        self._gate_up = weights.router.new_empty((len(held), 2 * size, hidden))
+        columns = num_inputs(shape.activation) * size
+        self._gate_up = weights.router.new_empty((len(held), columns, hidden))
         self._down = weights.router.new_empty((len(held), hidden, size))
         for place, i in enumerate(held):
             expert = expert_of(i)

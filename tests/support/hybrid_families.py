@@ -13,6 +13,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     Qwen3_5Config,
@@ -118,6 +120,23 @@ HYBRID: Families = {
             "linear_key_head_dim": 24,
             "linear_value_head_dim": 48,
             "rope_parameters": {"rope_theta": None},  # as published: there is none
+        },
+    ),
+    "nemotron_h": (
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        {
+            "layers_block_type": [LINEAR, "moe", LINEAR, FULL, "mlp", LINEAR, "mlp", FULL, "moe", LINEAR],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 24,
+            "ssm_state_size": 16,
+            "n_groups": 4,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
         },
     ),
     "qwen3_next": (

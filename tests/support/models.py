@@ -141,7 +141,9 @@ def make_decisive(model: PreTrainedModel, seed: int) -> None:
                 continue
             if name.endswith("per_expert_scale"):  # powers of two: experts times these round as they do alone
                 tensor.copy_(2.0 ** torch.randint(-1, 2, tensor.shape, generator=generator))
-            elif name.endswith((".D", "scale", *(f"norm{of}.weight" for of in ("", "1", "2", "_1", "_2")))):
+            elif name.endswith(
+                (".D", "scale", *(f"norm{of}.weight" for of in ("", "1", "2", "_1", "_2", "_f")))
+            ):
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
             elif name.endswith("A_log"):  # some heads forget at once, others hardly
                 tensor.uniform_(-5, 1, generator=generator)
@@ -149,7 +151,7 @@ def make_decisive(model: PreTrainedModel, seed: int) -> None:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
             elif name.endswith("bias"):
                 tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
-            elif "embed_tokens" in name or "lm_head" in name:
+            elif "embed" in name or "lm_head" in name:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) / tied)
             else:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 1.5 * tensor.shape[1] ** -0.5)

@@ -25,7 +25,7 @@ GRANITE_4 = {
     "position_embedding_type": "nope", "tie_word_embeddings": True, "num_key_value_heads": 8,
     "num_attention_heads": 32, "max_position_embeddings": 131072, "time_step_limit": [0.0, math.inf],
 }  # fmt: skip
-GRANITE_4_SIZES = {
+GRANITE_4_SIZES: dict[str, tuple[dict[str, Any], float]] = {
     "small": (
         {
             "hidden_size": 4096, "mamba_n_heads": 128, "num_local_experts": 72, "num_experts_per_tok": 10,
@@ -50,9 +50,21 @@ GRANITE_4_SIZES = {
     ),
 }  # fmt: skip
 BAMBA = {"attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128}
+NEMOTRON_3_NANO: dict[str, Any] = {
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "hidden_size": 2688,
+    "vocab_size": 131072, "num_attention_heads": 32, "num_key_value_heads": 2, "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128, "num_experts_per_tok": 6,
+    "mamba_num_heads": 64, "intermediate_size": 1856, "time_step_limit": [0.0, math.inf],
+}  # fmt: skip
+NEMOTRON_H_8B = {
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "hidden_size": 4096,
+    "vocab_size": 131072, "num_attention_heads": 32,
+}  # fmt: skip
 MAMBA_MODELS = [
     *(("GraniteMoeHybridForCausalLM", {**GRANITE_4, **own}, size) for own, size in GRANITE_4_SIZES.values()),
     ("BambaForCausalLM", BAMBA, 9.778),
+    ("NemotronHForCausalLM", NEMOTRON_3_NANO, 31.578),
+    ("NemotronHForCausalLM", NEMOTRON_H_8B, 8.101),
 ]
 
 
@@ -64,7 +76,7 @@ def test_sizes_of_published_models_with_mamba_2(
     size = sum(math.prod(shape) for shape in expected_tensors(config).values())
     assert size / 1e9 == pytest.approx(billions, abs=0.001)
     assert config.ropes[0].rotary_dim == (64 if values is BAMBA else 0)
-    check_split(config, 4, exact=False)
+    check_split(config, 2, exact=False)
 
 
 def test_granite_4_without_recurrent_layers() -> None:
@@ -78,7 +90,7 @@ def test_granite_4_without_recurrent_layers() -> None:
     [
         ({"layer_types": ["mamba"] * 5}, "one or more full_attention"),
         ({"time_step_limit": [0.001, 0.1]}, "time steps with a limit"),
-        ({"mamba_d_head": 8}, "8 heads of 8 numbers .* must have 128 numbers together"),
+        ({"mamba_d_head": 20}, "8 heads of 20 numbers"),
         ({"mamba_d_state": 20}, "multiples of 8"),
         ({"mamba_n_groups": 3}, "8 value heads on 3 key heads"),
         ({"mamba_conv_bias": 1}, "'mamba_conv_bias' must be true or false"),
@@ -87,3 +99,36 @@ def test_granite_4_without_recurrent_layers() -> None:
 def test_layers_of_mamba_2_that_are_not_built_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         parsed("GraniteMoeHybridForCausalLM", **{**SMALL, **GRANITE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": "ME*"}, "layer 2, attention without an MLP"),
+        ({"hybrid_override_pattern": "*-EM"}, "layer 2, moe, behind no attention"),
+        (
+            {"hybrid_override_pattern": "MX*-"},
+            "each of linear_attention, full_attention, moe, mlp; found X, ",
+        ),
+        ({"hybrid_override_pattern": "MM"}, "one or more full_attention"),
+        ({"hybrid_override_pattern": None}, "found none"),
+        ({"layers_block_type": "M"}, "'layers_block_type' must be a list"),
+        ({"moe_latent_size": 1024}, "experts of latent inputs"),
+        ({"mlp_hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"mamba_num_heads": 0.5}, "'mamba_n_heads' must be a positive whole number"),
+    ],
+)
+def test_nemotrons_that_are_not_built_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        parsed("NemotronHForCausalLM", **{**NEMOTRON_3_NANO, **changes})
+
+
+def test_the_kinds_of_layers_have_three_spellings() -> None:
+    kinds = {"M": "mamba", "*": "attention", "E": "moe"}
+    names = [kinds[letter] for letter in NEMOTRON_3_NANO["hybrid_override_pattern"]]
+    later = [{"mamba": "linear_attention", "attention": "full_attention"}.get(name, name) for name in names]
+    found = parsed("NemotronHForCausalLM", **NEMOTRON_3_NANO)
+    for layers_block_type in (names, later):
+        values = {**NEMOTRON_3_NANO, "layers_block_type": layers_block_type, "hybrid_override_pattern": None}
+        assert parsed("NemotronHForCausalLM", **values) == found
+    assert (found.num_layers, found.num_cache_layers, found.tensors.halves[2:4]) == (29, 6, ((4, -1), (5, 6)))
