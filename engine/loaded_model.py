@@ -171,6 +171,7 @@ class LoadedModel:
             if group > 1 and (layout.planes, block_size % group) == (2, 0):
                 self.kv_name += f", keys by {group}"
             self.kv_name += " mtp" * settings.mtp
+            self.kv_name += ", spread states" * self.config.spreads_states
             # no table of angles for more
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
             weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0

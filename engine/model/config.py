@@ -110,6 +110,11 @@ class ModelConfig:
         return self.tensors.recurrent or self.tensors if recurrent else self.tensors
 
     @property
+    def spreads_states(self) -> bool:
+        """See ``StateLayout.is_spread``."""
+        return self.states is not None and self.states.is_spread
+
+    @property
     def states(self) -> StateLayout | None:
         """Places of recurrent layers' states in the KV cache."""
         of = self.recurrent

@@ -33,6 +33,7 @@ from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, latent_chunks
 from .layers import LayerLoader
 from .prediction_layer import PredictionLayer, check_layer
 from .ranks import of_rank
+from .recurrent_config import final_layers
 from .recurrent_layer import RecurrentLayer, run_recurrent
 from .rope import cos_sin_table, query_factors, rows_of_axes
 from .step_inputs import AttentionMetadata, StepImages, StepInputs
@@ -77,6 +78,8 @@ class DecoderModel:
                 self._recurrent[-1].append(each)
             else:
                 self._recurrent.append([])
+        in_order = list(range(1, len(self._layers) + 1))
+        self._final = in_order if config.recurrent is None else final_layers(config.recurrent)
         parts = [layer.parts for layer in self._layers]
         alone = any(layer.stands_alone for layer in self._layers) or len(layers) > len(self._layers)
         self._fused = (
@@ -205,7 +208,7 @@ class DecoderModel:
             else:
                 q = layer.project_chunks(hidden, residual, pool, inputs.rope, inputs.chunks)
             if on_layer is not None:
-                on_layer(index)
+                on_layer(self._final[index - 1])
             hidden = layer.attend_and_mix(q, residual, pool, inputs.attention)
             if images is not None and index <= len(images.deep):
                 residual.index_add_(0, images.rows, images.deep[index - 1])

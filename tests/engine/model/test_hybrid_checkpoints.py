@@ -21,6 +21,7 @@ from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.model.config import ModelConfig, parse_config
 from splitserve.engine.model.model_folder import check_model_folder
 from splitserve.engine.model.ranks import Rank, check_split, of_rank
+from splitserve.engine.model.recurrent_config import final_layers
 from splitserve.engine.model.tensors import expected_tensors
 from splitserve.kernels.quantised import Scheme, quantise
 from splitserve.kernels.state_shape import StatePlace
@@ -153,7 +154,7 @@ OLMO = {"num_hidden_layers": 32, "rope_parameters": {"rope_theta": None}}
     ("architecture", "values", "billions", "layers", "blocks", "place"),
     [
         ("Lfm2ForCausalLM", LFM2, 1.170, 6, 1, StatePlace(5, 512)),
-        ("Lfm2MoeForCausalLM", LFM2_MIXTURE, 8.340, 6, 2, StatePlace(5, 3 * 512)),
+        ("Lfm2MoeForCausalLM", LFM2_MIXTURE, 8.340, 6, 2, StatePlace(5, 2 * 512)),
         ("OlmoHybridForCausalLM", OLMO, 7.431, 8, 31, StatePlace(7, 2 * 19584)),
     ],
 )
@@ -237,7 +238,7 @@ def test_caches_that_cannot_hold_states_are_refused(
 
 
 def test_states_lie_behind_each_other_in_the_next_layer_of_full_attention() -> None:
-    """Those behind the last one lie there, too. The largest group decides how many blocks there are."""
+    """Those behind the last one lie there, too. Each layer has two at most, for there are seven."""
     kinds = "LLFFLLLFLFL"
     layer_types = [{"L": "linear_attention", "F": "full_attention"}[kind] for kind in kinds]
     config = parsed(
@@ -247,7 +248,9 @@ def test_states_lie_behind_each_other_in_the_next_layer_of_full_attention() -> N
     assert states is not None
     assert own is not None
     found = [(states.place(i).layer, states.place(i).offset) for i, kind in enumerate(kinds) if kind == "L"]
-    assert found == [(0, 0), (0, 1312), (2, 0), (2, 1312), (2, 2624), (3, 0), (3, 1312)]
-    assert states.num_blocks(BLOCK_SIZE, 4) == 4
+    assert found == [(0, 0), (0, 1312), (1, 0), (2, 0), (2, 1312), (3, 0), (3, 1312)]
+    assert states.is_spread
+    assert final_layers(states.config) == [1, 1, 3, 3], "the second layer is, behind the one at place 4"
+    assert states.num_blocks(BLOCK_SIZE, 4) == 3
     assert states.num_blocks(2 * BLOCK_SIZE, 4) == 2
-    assert own.num_blocks(BLOCK_SIZE, 4) == 4, "a rank's heads are a part of each block"
+    assert own.num_blocks(BLOCK_SIZE, 4) == 3, "a rank's heads are a part of each block"
