@@ -18,6 +18,7 @@ from .mixture_config import MixtureConfig, mixture_config
 from .quantisation import Quantisation, parse_quantisation
 from .recurrent_config import RecurrentConfig, StateLayout, cache_layer
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
+from .sparse_config import WEIGHTS, IndexConfig
 from .stored_names import as_stored, names_as_stored
 
 MODELOPT = "hf_quant_config.json"
@@ -114,6 +115,16 @@ class ModelConfig:
         return None if of is None else StateLayout(of, self.num_kv_heads, self.head_dim)
 
     @property
+    def index(self) -> IndexConfig | None:
+        """Of sparse attention; None: attention is not sparse."""
+        return None if self.latent is None else self.latent.index
+
+    @property
+    def cached_row(self) -> int:
+        """Numbers of a token and key-value head in a plane of the KV cache."""
+        return self.head_dim + (0 if self.index is None else self.index.head_dim)
+
+    @property
     def kv_planes(self) -> int:
         """Keys and values of a token, or one vector that is both."""
         return 2 if self.latent is None else 1
@@ -198,10 +209,9 @@ def parse_config(
     own = full_heads(config, windows, num_kv_heads, head_dim) if family.full_heads else None
     names = None if config.get("enable_moe_block") is False else family.mixture
     mixture = None if names is None else mixture_config(config, names, num_layers, activation)
-    if quantisation is not None and names is not None:  # routers never are, whatever is left out by name
-        quantisation = replace(
-            quantisation, ignored=(*quantisation.ignored, names.router, names.shared_gate or names.router)
-        )
+    if quantisation is not None and names is not None:  # these never are, whatever is left out by name
+        wide = (names.router, names.shared_gate or names.router, WEIGHTS)
+        quantisation = replace(quantisation, ignored=(*quantisation.ignored, *wide))
 
     def has(bias: bool | str | tuple[str, ...]) -> bool:
         if isinstance(bias, bool):

@@ -22,7 +22,8 @@ LARGEST = {
     "full_attention_interval": 1024, "conv_L_cache": 64, "block_multiple_of": 1 << 22,
     "block_ff_dim": 1 << 22, "depth": 1024, "num_heads": 4096, "patch_size": 256, "temporal_patch_size": 16,
     "spatial_merge_size": 16, "out_hidden_size": 1 << 20, "window_size": 1 << 16,
-    "num_position_embeddings": 1 << 20,
+    "num_position_embeddings": 1 << 20, "index_topk": 1 << 20, "index_head_dim": 1024,
+    "index_n_heads": 4096, "index_topk_freq": 1024,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""
@@ -37,12 +38,13 @@ NUMBERS = (
     "num_shared_experts", "moe_num_shared_experts", "attention_multiplier",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
     "low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "alpha",
-    "block_ffn_dim_multiplier", "num_dense_layers",
+    "block_ffn_dim_multiplier", "num_dense_layers", "index_skip_topk_offset",
 )  # fmt: skip
 FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob",
     "rope_interleave", "use_sliding_window", "is_causal", "truncate", "attention_out_bias", "use_bias",
     "conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias", "linear_allow_neg_eigval",
+    "indexer_rope_interleave",
 )  # fmt: skip
 LISTS = (
     "layer_types",
@@ -53,6 +55,7 @@ LISTS = (
     "long_factor",
     "layer_rope_theta",
     "full_attn_idxs",
+    "indexer_types",
 )
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 KINDS: dict[str, tuple[str, type[Any]]] = {

@@ -35,6 +35,7 @@ from .prediction_layer import PredictionLayer, check_layer
 from .ranks import of_rank
 from .recurrent_layer import RecurrentLayer, run_recurrent
 from .rope import cos_sin_table, query_factors, rows_of_axes
+from .sparse_attention import sparse_step
 from .step_inputs import AttentionMetadata, StepImages, StepInputs
 from .tensors import expected_tensors, ignored_tensors
 
@@ -63,11 +64,16 @@ class DecoderModel:
         self._eps = config.residual_eps
         self._expands = self._config.latent if load.expands_latent else None
 
+        self._chosen, index_table = 0, None
+        if config.index is not None:
+            self._chosen = config.index.chosen
+            index_table = cos_sin_table(config.ropes[0], config.index.head_dim, max_model_len)
+
         def layer(i: int) -> DecoderLayer | RecurrentLayer:
             if config.recurrent is not None and config.recurrent.layers[i]:
                 return RecurrentLayer(config, i, load)
             rope = config.ropes[i]
-            return DecoderLayer(config, i, load, self._tables[rope], factors.get(rope))
+            return DecoderLayer(config, i, load, self._tables[rope], factors.get(rope), index_table)
 
         layers = load.each(layer, config.num_layers)
         self._layers = [each for each in layers if isinstance(each, DecoderLayer)]
@@ -131,7 +137,9 @@ class DecoderModel:
         if on_layer is not None:
             on_layer(0)
         inputs, last = self.inputs(metadata), len(self._layers) - 1
-        if self._expands is not None and len(token_ids) >= FEWEST_TOKENS:
+        if self._chosen:
+            inputs = inputs._replace(sparse=sparse_step(inputs.attention, self._chosen))
+        if self._expands is not None and inputs.sparse is None and len(token_ids) >= FEWEST_TOKENS:
             inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
         if rows is None and inputs.chunks is not None and self.prediction is not None:
             hidden = self.run_layers(0, last + 1, None, residual, inputs, pool, on_layer, images)
@@ -142,7 +150,10 @@ class DecoderModel:
         if on_layer is not None:
             on_layer(last + 1)
         if rows is not None:
-            q, residual, inputs = q[rows], residual[rows], self.inputs(metadata.of_rows(rows))
+            q, residual, sparse = q[rows], residual[rows], inputs.sparse
+            inputs = self.inputs(metadata.of_rows(rows))
+            if sparse is not None:
+                inputs = inputs._replace(sparse=sparse.of_rows(rows, inputs.attention))
         return self.finish(q, residual, inputs, pool)
 
     @property
@@ -201,12 +212,12 @@ class DecoderModel:
             hidden = run_recurrent(self._recurrent[index - 1], hidden, residual, pool, inputs.states)
             q: Tensor | ExpandedQueries
             if inputs.chunks is None:
-                q = layer.project(hidden, residual, pool, inputs.rope)
+                q = layer.project(hidden, residual, pool, inputs.rope, inputs.sparse)
             else:
                 q = layer.project_chunks(hidden, residual, pool, inputs.rope, inputs.chunks)
             if on_layer is not None:
                 on_layer(index)
-            hidden = layer.attend_and_mix(q, residual, pool, inputs.attention)
+            hidden = layer.attend_and_mix(q, residual, pool, inputs.attention, inputs.sparse)
             if images is not None and index <= len(images.deep):
                 residual.index_add_(0, images.rows, images.deep[index - 1])
         return hidden
@@ -219,7 +230,7 @@ class DecoderModel:
         self._slots.now = inputs.adapters
         *before, behind = self._recurrent
         hidden = run_recurrent(before[-1], hidden, residual, pool, inputs.states)
-        q = self._layers[-1].project(hidden, residual, pool, inputs.rope)
+        q = self._layers[-1].project(hidden, residual, pool, inputs.rope, inputs.sparse)
         if not behind:
             return q
         hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
@@ -236,7 +247,7 @@ class DecoderModel:
         if behind := self._recurrent[-1]:
             hidden = behind[-1].finish(q, residual)
         else:
-            hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
+            hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention, inputs.sparse)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 
     def _forward_fused(

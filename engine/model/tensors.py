@@ -38,6 +38,9 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         norms += [(name, (c.hidden_size,)) for name in outer if name]
         if c.latent is not None:
             expected |= c.latent.expected_tensors(layer)
+            sparse = c.latent.index
+            if sparse is not None and sparse.layers[index]:
+                expected |= sparse.expected_tensors(layer, c.hidden_size, c.latent.query_rank)
         if c.mixture is None or not c.mixture.layers[index] or c.mixture.names.beside:
             projections += mlp
         if c.mixture is not None and c.mixture.layers[index]:
