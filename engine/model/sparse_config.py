@@ -30,13 +30,15 @@ class IndexConfig:
 
     def expected_tensors(self, layer: str, hidden_size: int, query_rank: int) -> dict[str, tuple[int, ...]]:
         """The tensors of this layer's index, with their shapes."""
-        return {
-            f"{layer}.{INDEXER}.wq_b.weight": (self.num_heads * self.head_dim, query_rank),
-            f"{layer}.{INDEXER}.wk.weight": (self.head_dim, hidden_size),
-            f"{layer}.{INDEXER}.k_norm.weight": (self.head_dim,),
-            f"{layer}.{INDEXER}.k_norm.bias": (self.head_dim,),
-            f"{layer}.{WEIGHTS}.weight": (self.num_heads, hidden_size),
-        }
+        names = f"{INDEXER}.wq_b", f"{INDEXER}.wk", WEIGHTS
+        matrices = zip(names, self.matrices(hidden_size, query_rank), strict=True)
+        expected: dict[str, tuple[int, ...]] = {f"{layer}.{name}.weight": shape for name, shape in matrices}
+        return expected | {f"{layer}.{INDEXER}.k_norm.{of}": (self.head_dim,) for of in ("weight", "bias")}
+
+    def matrices(self, hidden_size: int, query_rank: int) -> list[tuple[int, int]]:
+        """Shapes: of queries, keys and the weights of heads."""
+        queries = self.num_heads * self.head_dim
+        return [(queries, query_rank), (self.head_dim, hidden_size), (self.num_heads, hidden_size)]
 
 
 def index_config(config: dict[str, Any]) -> IndexConfig | None:
