@@ -53,8 +53,8 @@ void call(IndexArgs& g) {
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t t = 0; t < now[row].last; t += kIndexKeys)
         items.push_back({now[row].seq, now[row].token, int32_t(row), t, std::min(now[row].last, t + kIndexKeys)});
-    const auto score = [&](int64_t first, int64_t last) { kernels->index_scores(g, items.data(), first, last); };
-    pool->run(int64_t(items.size()), 1, score);
+    const IndexItem* const parts = items.data();  // other threads have an `items` of their own
+    pool->run(int64_t(items.size()), 1, [&](int64_t first, int64_t last) { kernels->index_scores(g, parts, first, last); });
     pool->run(rows, 1, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) choose(g, now[row], g.scores + row * g.row);
     });
