@@ -116,7 +116,7 @@ class ModelConfig:
 
     @property
     def index(self) -> IndexConfig | None:
-        """Of sparse attention; None: attention is not sparse."""
+        """The index of sparse attention; None: attention is not sparse."""
         return None if self.latent is None else self.latent.index
 
     @property

@@ -84,7 +84,7 @@ def expanding_saves(config: LatentConfig, num_tokens: int, length: int) -> bool:
 
 
 def of_sequences(inputs: AttentionInputs, chosen: Tensor, counts: Tensor) -> AttentionInputs:
-    """The chosen sequences of ``inputs``, with so many queries each."""
+    """The chosen sequences of ``inputs``; ``counts``: queries of each."""
     starts = torch.nn.functional.pad(counts[chosen].cumsum(0), (1, 0)).int()
     return replace(
         inputs, query_start_loc=starts, seq_lens=inputs.seq_lens[chosen],

@@ -74,7 +74,7 @@ class SparseLatentAttention(LatentAttention):
     def __init__(
         self, config: LatentConfig, layer: str, load: LayerLoader, rope: RopeConfig, index: Indexer | None
     ) -> None:
-        """``index``: None: the layer attends to what the one before it has chosen."""
+        """``index``: None: the layer attends to the tokens that the one before it does."""
         super().__init__(config, layer, load, rope.interleaved)
         self._index = index
 
@@ -140,7 +140,7 @@ class SparseLatentAttention(LatentAttention):
 def attention_of(
     config: ModelConfig, number: int, load: LayerLoader, index_cos_sin: Tensor | None
 ) -> LatentAttention:
-    """Of this layer; ``index_cos_sin``: where attention is sparse."""
+    """Make this layer's. ``index_cos_sin``: of ``Indexer``; None: attention is not sparse."""
     assert config.latent is not None
     name, rope, c = config.tensors.layer_name(number), config.ropes[number], config.index
     if c is None or index_cos_sin is None:

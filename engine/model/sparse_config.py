@@ -18,7 +18,7 @@ class IndexConfig:
     """The index of a layer: each token has a key, and chooses by ``num_heads`` queries of ``head_dim``
     numbers the ``chosen`` tokens that it attends to.
 
-    layers       which have one; the others attend to what the last layer before them has chosen (GLM-5.2)
+    layers       which have one; the others attend to the tokens that the layer before them does (GLM-5.2)
     interleaved  numbers of a pair that is rotated lie side by side in the checkpoint
     """
 
@@ -69,7 +69,7 @@ def index_config(config: dict[str, Any]) -> IndexConfig | None:
 
 
 def _kinds(config: dict[str, Any], num_layers: int) -> list[str]:
-    """Of the layers; from a pattern, or one full layer in each ``index_topk_freq``."""
+    """Return each layer's, from a pattern, or one full layer in each ``index_topk_freq``."""
     given = config.get("indexer_types") or config.get("index_topk_pattern")
     if given:
         return list(given)

@@ -123,7 +123,7 @@ def test_exact_mode(family: str, dtype: str, tmp_path: Path) -> None:
 def test_a_checkpoint_in_float8_with_a_further_layer(
     family: str, tmp_path: Path, tried: Callable[[str, str, str], None]
 ) -> None:
-    """As published: blocks share scales, weights of the index's heads are wide, whatever is listed."""
+    """Blocks share scales, weights of the index's heads are wide, whatever is listed."""
     tried(family, "checkpoint", "FP8 in blocks")
     sizes = {"intermediate_size": 128, "moe_intermediate_size": 64, "v_head_dim": 16}
     model = make_checkpoint(tmp_path, family, q_lora_rank=48, index_head_dim=32, **sizes)
@@ -159,7 +159,7 @@ def test_what_it_is_not_built_for_is_refused(family: str, tmp_path: Path) -> Non
 
 
 def test_it_is_read_from_a_config_of_deepseek_3_too() -> None:
-    """As other software has it: what counts is index_topk."""
+    """Other software does so, too: index_topk decides."""
     model_class, _, own = FAMILIES["deepseek3"]
     config = {**SMALL, **own, **SPARSE, "architectures": [model_class.__name__]}
     assert parse_config(config, {}).cached_row == 16 + 32 + 24
