@@ -64,10 +64,9 @@ class DecoderModel:
         self._eps = config.residual_eps
         self._expands = self._config.latent if load.expands_latent else None
 
-        self._chosen, index_table = 0, None
+        index_table = None
         if config.index is not None:
-            self._chosen = config.index.chosen
-            index_table = cos_sin_table(config.ropes[0], config.index.head_dim, max_model_len)
+            index_table = cos_sin_table(config.ropes[0], config.index.head_dim, max_model_len).to(load.device)
 
         def layer(i: int) -> DecoderLayer | RecurrentLayer:
             if config.recurrent is not None and config.recurrent.layers[i]:
@@ -137,8 +136,6 @@ class DecoderModel:
         if on_layer is not None:
             on_layer(0)
         inputs, last = self.inputs(metadata), len(self._layers) - 1
-        if self._chosen:
-            inputs = inputs._replace(sparse=sparse_step(inputs.attention, self._chosen))
         if self._expands is not None and inputs.sparse is None and len(token_ids) >= FEWEST_TOKENS:
             inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
         if rows is None and inputs.chunks is not None and self.prediction is not None:
@@ -150,10 +147,8 @@ class DecoderModel:
         if on_layer is not None:
             on_layer(last + 1)
         if rows is not None:
-            q, residual, sparse = q[rows], residual[rows], inputs.sparse
-            inputs = self.inputs(metadata.of_rows(rows))
-            if sparse is not None:
-                inputs = inputs._replace(sparse=sparse.of_rows(rows, inputs.attention))
+            q, residual = q[rows], residual[rows]
+            inputs = self.inputs_of_rows(inputs, metadata.of_rows(rows), rows)
         return self.finish(q, residual, inputs, pool)
 
     @property
@@ -180,19 +175,23 @@ class DecoderModel:
         if of_step:
             table = rows_of_axes(table, c.ropes[0], positions)
             positions = torch.arange(len(table), dtype=torch.int32, device=table.device)
-        return StepInputs(
-            RopeInputs(
-                positions, m.slot_mapping, table,
-                c.num_heads, c.num_kv_heads, c.head_dim,
-                norm_eps=c.rms_norm_eps, kv_scales=scales, of_step=of_step,
-            ),
-            AttentionInputs(
-                m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention,
-                softcap=c.attention_softcap, kv_scales=scales, max_query_len=m.max_query_len,
-            ),
-            m.adapters,
-            m.states,
+        attention = AttentionInputs(
+            m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention,
+            softcap=c.attention_softcap, kv_scales=scales, max_query_len=m.max_query_len,
         )  # fmt: skip
+        rope = RopeInputs(
+            positions, m.slot_mapping, table,
+            c.num_heads, c.num_kv_heads, c.head_dim,
+            norm_eps=c.rms_norm_eps, kv_scales=scales, of_step=of_step,
+        )  # fmt: skip
+        sparse = None if c.index is None else sparse_step(attention, c.index.chosen)
+        return StepInputs(rope, attention, m.adapters, m.states, sparse=sparse)
+
+    def inputs_of_rows(self, inputs: StepInputs, metadata: AttentionMetadata, rows: Tensor) -> StepInputs:
+        """For queries of the token rows ``rows`` alone, behind a layer's ``project`` with ``inputs``.
+        ``metadata``: of these rows."""
+        own = self.inputs(metadata)
+        return own._replace(sparse=None if inputs.sparse is None else inputs.sparse.of_rows(rows, own.sparse))
 
     def run_layers(
         self,

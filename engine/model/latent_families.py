@@ -24,7 +24,9 @@ LATENT: dict[str, Family] = {
         defaults={**DEEPSEEK_3.defaults, "first_k_dense_replace": 1},
     ),
     "DeepseekV32ForCausalLM": replace(
-        DEEPSEEK_3, windows=indexed_attention, defaults={**DEEPSEEK_3.defaults, **INDEX, "index_n_heads": 64}
+        MIXTURES["DeepseekV3ForCausalLM"],
+        windows=indexed_attention,
+        defaults={**DEEPSEEK_3.defaults, **INDEX, "index_n_heads": 64},
     ),
     "Glm4MoeLiteForCausalLM": replace(
         MIXTURES["DeepseekV3ForCausalLM"],
@@ -34,7 +36,7 @@ LATENT: dict[str, Family] = {
         },
     ),
     "GlmMoeDsaForCausalLM": replace(
-        DEEPSEEK_3,
+        MIXTURES["DeepseekV3ForCausalLM"],
         windows=indexed_attention,
         defaults={
             **DEEPSEEK_3.defaults, **INDEX, "index_n_heads": 32, "indexer_rope_interleave": True,

@@ -46,9 +46,8 @@ class SparseStep:
     dense: AttentionInputs
     slots: Tensor | None = None
 
-    def of_rows(self, rows: Tensor, attention: AttentionInputs) -> SparseStep | None:
-        """For queries of the token rows ``rows`` (int64) alone, each of them a sequence of ``attention``."""
-        own = sparse_step(attention, self.count)
+    def of_rows(self, rows: Tensor, own: SparseStep | None) -> SparseStep | None:
+        """Give ``own``, of queries of the token rows ``rows`` (int64) alone, what these have chosen."""
         if own is not None and self.slots is not None:
             own.slots = self.slots[torch.searchsorted(self.rows, rows[own.rows])]
         return own
