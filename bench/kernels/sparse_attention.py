@@ -31,9 +31,17 @@ SHAPE: dict[str, Any] = {
     "v_head_dim": 128, "first_k_dense_replace": 2, "n_routed_experts": 16, "num_experts_per_tok": 8,
     "moe_intermediate_size": 64, "n_shared_experts": 1,
 }  # fmt: skip
-STEPS = ((1, 1, 1024), (1, 1, 4096), (4, 1, 4096), (1, 1, 16384), (1, 64, 8192))
+STEPS = (
+    (1, 1, 1024),
+    (1, 1, 4096),
+    (4, 1, 4096),
+    (1, 1, 16384),
+    (1, 64, 8192),
+    (1, 512, 4096),
+    (1, 512, 16384),
+)
 """Sequences, tokens of each, and those of the context that they end."""
-BLOCK_SIZE, ROUNDS = 16, 5
+BLOCK_SIZE, ROUNDS = 16, 3
 CPU = torch.device("cpu")
 
 

@@ -97,9 +97,6 @@ class SparseLatentAttention(LatentAttention):
         if sparse is None:
             return attend(q, latent, layer, attention)
         assert sparse.slots is not None, "the first layer has an index"
-        sums = q.new_empty(len(q), q.shape[1] * q.shape[2])
-        if len(sparse.others):
-            sums[sparse.others] = attend(q[sparse.others], latent, layer, sparse.dense)
         single = replace(
             sparse.scored,
             query_start_loc=torch.arange(len(sparse.rows) + 1, dtype=torch.int32),
@@ -107,6 +104,10 @@ class SparseLatentAttention(LatentAttention):
             block_tables=sparse.slots,
             slots=True,
         )
+        if not len(sparse.others):
+            return attend(q, latent, layer, single)
+        sums = q.new_empty(len(q), q.shape[1] * q.shape[2])
+        sums[sparse.others] = attend(q[sparse.others], latent, layer, sparse.dense)
         sums[sparse.rows] = attend(q[sparse.rows], latent, layer, single)
         return sums
 
