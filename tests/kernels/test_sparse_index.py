@@ -79,3 +79,10 @@ def test_attention_to_single_tokens(native: NativeCpuKernels, dtype: torch.dtype
     some = replace(some, seq_lens=torch.tensor([40, 7], dtype=torch.int32))
     expected = REFERENCE.paged_attention(q, pool, LAYER, some)
     assert_close(native.paged_attention(q, pool, LAYER, some), expected)
+
+
+def test_more_tokens_than_are_scored_at_once(native: NativeCpuKernels) -> None:
+    case = case_of([2100], [2050], 1, 8, 16)
+    weights = quarters(2050, 1, dtype=torch.float32, seed=5)
+    found = native.index_slots(case.q, weights, case.pool, LAYER, case.inputs, 12)
+    assert torch.equal(found, REFERENCE.index_slots(case.q, weights, case.pool, LAYER, case.inputs, 12))
