@@ -44,6 +44,15 @@ def check_formats(settings: WorkerSettings, config: ModelConfig, device: torch.d
         raise ModelConfigError(
             "latent attention (DeepSeek) has no float8 KV cache on GPUs: leave out --kv-dtype"
         )
+    if config.index is not None and device.type != "cpu":
+        raise ModelConfigError(
+            f"sparse attention (DeepSeek-V3.2, GLM-5) has kernels on CPUs only, and the device is {device}: "
+            "use --device cpu"
+        )
+    if config.index is not None and settings.kv_dtype != "auto":
+        raise ModelConfigError(
+            "sparse attention (DeepSeek-V3.2, GLM-5) has no KV cache in float8 or int8: leave out --kv-dtype"
+        )
     if config.full_heads is not None and settings.kv_dtype != "auto":
         raise ModelConfigError(
             "heads whose size differs by layer (Gemma 4) have no KV cache in float8 or int8: leave out "

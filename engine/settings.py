@@ -145,7 +145,7 @@ class WorkerSettings(ComputeSettings, ClusterKeySettings, ReportSettings):
     max_lora_rank: int = Field(default=16, ge=1, le=512, description="Largest rank of an adapter.")
     mtp: bool = Field(
         default=False,
-        description="Load the layer by which the model itself drafts tokens (DeepSeek-V3, GLM-4.5 to 4.7, "
+        description="Load the layer by which the model itself drafts tokens (DeepSeek-V3, GLM-4.5 to 5.2, "
         "ERNIE 4.5); the same on all workers.",
     )
     gpu_memory_utilization: float = Field(

@@ -34,6 +34,7 @@ from .interface import AttentionInputs, LayerParts, Linear, joined
 from .mixture_weights import ExpertWeights, MixtureWeights
 from .quantised import QuantisedWeight, Scheme, Weight, joined_weight, parts_of, quantise
 from .reference import SplitLinear, TorchLinear
+from .sparse_index import index_slots
 
 Plans = tuple[DecodePlan | None, PrefillPlan | None]
 
@@ -123,6 +124,7 @@ class CudaKernels:
     rms_norm, add_rms_norm = staticmethod(rms_norm), staticmethod(add_rms_norm)
     rope_and_store = staticmethod(rope_and_store)
     delta_net, short_conv = staticmethod(delta_net), staticmethod(short_conv)
+    index_slots = staticmethod(index_slots)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
         if pool.shape[2] == 1:

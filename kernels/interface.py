@@ -75,6 +75,7 @@ class AttentionInputs:
     softcap         scaled scores become softcap tanh(score / softcap); 0: they stay
     max_query_len   of all sequences; None: the host does not know it
     sinks           float32 [num_heads] or None: a score beside those of the keys, with no value (gpt-oss)
+    slots           ``block_tables`` are of single tokens: block * block_size + offset of each
     plans           derived from the lengths once for all layers that share a window; lives for one step
     """
 
@@ -87,6 +88,7 @@ class AttentionInputs:
     kv_scales: Tensor | None = None
     max_query_len: int | None = None
     sinks: Tensor | None = None
+    slots: bool = False
     plans: dict[int | str | None, Any] = field(default_factory=dict)
 
 
@@ -250,6 +252,14 @@ class Kernels(Protocol):
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
         """Causal attention of each sequence's queries (its last tokens) over its blocks -> [num_tokens,
         num_heads * head_dim]."""
+        ...
+
+    def index_slots(
+        self, q: Tensor, weights: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs, count: int
+    ) -> Tensor:
+        """The tokens that sparse attention attends to, see ``sparse_index``: their slots, int32 [num_tokens,
+        count]. q [num_tokens, num_heads, head_dim], weights float32 [num_tokens, num_heads]; ``pool``: of the
+        index, with one head of keys. Each token sees more than ``count``."""
         ...
 
     def delta_net(

@@ -20,6 +20,7 @@ from .interface import AttentionInputs, DenseMlp, LayerParts, Linear, RopeInputs
 from .measured_choice import NEVER, ROWS, KernelChoices, rows_of_onednn
 from .mixture_shape import ACTIVATIONS, Activation, num_inputs
 from .mixture_weights import MixtureWeights
+from .native_index import index_slots
 from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, heads_in_memory
 from .native_linear import OF_ONE_THREAD, LinearByRows, OneDnnLinear, PackedLinear, check_rows, shape_of
 from .native_low_rank import NativeLowRank
@@ -177,11 +178,12 @@ class NativeCpuKernels:
             inputs.block_tables.shape[1], pool.shape[1], layer, pool.shape[4], num_heads, pool.shape[3],
             *heads_in_memory(pool), head_dim, pool.shape[2],
             NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window, inputs.scale,
-            inputs.softcap, *cache_codes(q.dtype, pool), address(inputs.kv_scales),
+            inputs.softcap, *cache_codes(q.dtype, pool), address(inputs.kv_scales), inputs.slots,
         )  # fmt: skip
         return out
 
     delta_net, short_conv = staticmethod(delta_net), staticmethod(short_conv)
+    index_slots = staticmethod(index_slots)
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> NativeLayers | None:
         if self._choices is not None:

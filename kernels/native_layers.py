@@ -74,21 +74,21 @@ class NativeLayers:
             self._intermediate_size, pool.data_ptr(), rope.positions.data_ptr(),
             rope.slot_mapping.data_ptr(), attention.query_start_loc.data_ptr(), attention.seq_lens.data_ptr(),
             attention.block_tables.data_ptr(), attention.seq_lens.shape[0], attention.block_tables.shape[1],
-            pool.shape[1], pool.shape[4], rope.num_heads, rope.num_kv_heads, rope.head_dim, attention.scale,
-            attention.softcap, self._eps, rope.norm_eps, code, cache, address(rope.kv_scales),
-            address(adapters), self._num_slots,
+            pool.shape[1], pool.shape[4], rope.num_heads, rope.num_kv_heads, pool.stride(2), rope.head_dim,
+            attention.scale, attention.softcap, self._eps, rope.norm_eps, code, cache,
+            address(rope.kv_scales), address(adapters), self._num_slots,
         )  # fmt: skip
 
 
 def heads_in_memory(pool: Tensor) -> tuple[int, int]:
-    """How many heads lie side by side in memory, and each which of them is one of ``pool``, which may be a
-    view of some."""
+    """Numbers from one plane of ``pool`` to the next, and runs from one of its heads to the next. It may be a
+    view of some heads, or of the latent vectors or index keys alone."""
     _, layers, planes, _, block_size, row = pool.shape
     run = block_size * row
     plane, head = pool.stride()[2:4]
     assert pool.stride() == (layers * planes * plane, planes * plane, plane, head, row, 1)
     assert head % run == 0
-    return plane // run, head // run
+    return plane, head // run
 
 
 def cache_codes(dtype: torch.dtype, pool: Tensor) -> tuple[int, int]:

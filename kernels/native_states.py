@@ -81,9 +81,11 @@ def _arguments(pool: Tensor, place: StatePlace, shape: StateShape, inputs: State
     """``StateArgs`` of cpu/kernels.h."""
     check_states(pool, place, shape, inputs)
     num_seqs, _, table_stride = inputs.tables.shape
-    run_bytes = pool.shape[4] * pool.shape[5] * pool.itemsize
+    run = pool.shape[4] * pool.shape[5]
+    plane, head_step = heads_in_memory(pool)
     return (
         pool.data_ptr(), inputs.query_start_loc.data_ptr(), inputs.tables.data_ptr(),
         inputs.source.data_ptr(), inputs.marks.data_ptr(), num_seqs, table_stride, place.offset,
-        pool.shape[1], place.layer, pool.shape[2], pool.shape[3], *heads_in_memory(pool), run_bytes // 4,
+        pool.shape[1], place.layer, pool.shape[2], pool.shape[3], plane // run, head_step,
+        run * pool.itemsize // 4,
     )  # fmt: skip

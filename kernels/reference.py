@@ -19,6 +19,7 @@ from .mixture_shape import Activation, MixtureShape
 from .mixture_weights import MixtureWeights
 from .quantised import QuantisedWeight, Weight, parts_of, rounded_rows
 from .short_conv import short_conv
+from .sparse_index import index_slots
 
 E4M3_LARGEST = 448.0
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of gpt-oss's gate
@@ -178,7 +179,7 @@ class TorchKernels:
         starts = inputs.query_start_loc.tolist()
         for i, length in enumerate(inputs.seq_lens.tolist()):
             rows = slice(starts[i], starts[i + 1])
-            keys, values = gather_kv(pool, layer, inputs.block_tables[i], length)
+            keys, values = gather_kv(pool, layer, inputs.block_tables[i], length, inputs.slots)
             if inputs.kv_scales is not None:
                 keys, values = (
                     (x.float() * scale[:, None]).to(q.dtype)
@@ -190,6 +191,7 @@ class TorchKernels:
         return out.flatten(1)
 
     delta_net, short_conv = staticmethod(delta_net), staticmethod(short_conv)
+    index_slots = staticmethod(index_slots)
 
     def use_this_thread(self) -> None:
         """No thread has settings of its own."""
@@ -209,8 +211,15 @@ def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> 
     return heads[:, :num_heads], heads[:, num_heads:][:, :num_kv_heads], heads[:, -num_kv_heads:]
 
 
-def gather_kv(pool: Tensor, layer: int, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """One sequence's keys and values, each [length, num_kv_heads, head_dim]."""
+def gather_kv(
+    pool: Tensor, layer: int, block_table: Tensor, length: int, slots: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One sequence's keys and values, each [length, num_kv_heads, head_dim]. ``slots``: see
+    ``AttentionInputs``."""
+    if slots:
+        at = block_table[:length].long()
+        tokens = pool[at // pool.shape[4], layer, :, :, at % pool.shape[4]]
+        return tokens[:, 0], tokens[:, -1]
     num_blocks = -(-length // pool.shape[4])
     blocks = pool[block_table[:num_blocks].long(), layer].transpose(2, 3)
     keys, values = blocks[:, 0], blocks[:, -1]  # [num_blocks, block_size, num_kv_heads, head_dim]

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ..errors import ModelConfigError
 from .shapes import Shape, shape_of
 from .step_times import GPUS, Gpu, Machine, Software
 
@@ -91,6 +92,8 @@ def _shape(model: str) -> Shape:
             f"the model {model} is neither known here nor a folder with a config.json: {hint}known are "
             f"{', '.join(MODELS)}"
         ) from None
+    except ModelConfigError as error:
+        raise ValueError(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{path} is no config.json of a language model known here: it lacks {error}"

@@ -3,11 +3,13 @@ token costs, and how many bytes it leaves in the KV cache."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..model.mixture_config import usual_terms
+from ..model.sparse_config import index_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,9 @@ class Shape:
     the output head; ``pair_flops``: FLOPs of a layer's attention for a pair of a new token and one that it
     attends to; ``token_kv``: elements that a token leaves in a layer's KV cache, on ``kv_heads`` shards at
     most; ``attended``: share of the layers that attend to all tokens, without a window; ``expert_bits``: bits
-    of an expert's weight, 0 where they are as the others."""
+    of an expert's weight, 0 where they are as the others; ``chosen``: tokens that sparse attention attends
+    to, 0: to all; ``index_flops``, ``index_kv``: as ``pair_flops`` and ``token_kv``, of its index alone;
+    ``indexed``: share of the layers that have one."""
 
     layers: int
     hidden: int
@@ -35,6 +39,10 @@ class Shape:
     attended: float
     max_model_len: int
     expert_bits: float = 0.0
+    chosen: int = 0
+    index_flops: float = 0.0
+    index_kv: int = 0
+    indexed: float = 0.0
 
     @property
     def weights(self) -> float:
@@ -81,7 +89,12 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     tied = bool(config.get("tie_word_embeddings") or whole.get("tie_word_embeddings"))
     table = config["vocab_size"] * hidden
     kinds = config.get("layer_types") or ["full_attention"]
-    attended = sum(kind == "full_attention" for kind in kinds) / len(kinds)
+    attended = sum(kind in ("full_attention", "indexed_attention") for kind in kinds) / len(kinds)
+    index = index_config({**config})
+    indexed = 0.0 if index is None else sum(index.layers) / layers
+    if index is not None:
+        attention += indexed * sum(math.prod(of) for of in index.matrices(hidden, config["q_lora_rank"]))
+        token_kv += index.head_dim
     bits = 4.25 if config.get("quantization_config", {}).get("quant_method") == "mxfp4" else 0.0
     return Shape(
         layers=layers,
@@ -98,6 +111,10 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         attended=attended,
         max_model_len=config.get("max_position_embeddings", 4096),
         expert_bits=bits,
+        chosen=0 if index is None else index.chosen,
+        index_flops=0 if index is None else 2 * index.num_heads * index.head_dim,
+        index_kv=0 if index is None else index.head_dim,
+        indexed=indexed,
     )
 
 

@@ -105,7 +105,7 @@ class Machine:
         """Prompt steps, as a profile's file has them."""
         once = self.software.prompt_s + self._head_s(1)
         return _steps(
-            [(n, self.tokens_s(n) + once) for n in KNOTS],
+            [(n, self.tokens_s(n) + once + n * self._chosen_pairs_s()) for n in KNOTS],
             read_s=self._pair_s(),
             seq_s=self.software.seq_s,
             cached_s=self._token_read_s(),
@@ -113,8 +113,9 @@ class Machine:
 
     def decode(self) -> dict[str, Any]:
         """Steps of one token a sequence, as a profile's file has them."""
+        seq_s = self.software.seq_s + self._chosen_reads_s()
         return _steps(
-            [(n, self.tokens_s(n) + n * self.software.seq_s + self._head_s(n)) for n in KNOTS if n <= 1024],
+            [(n, self.tokens_s(n) + n * seq_s + self._head_s(n)) for n in KNOTS if n <= 1024],
             read_s=self._token_read_s(),
         )
 
@@ -160,14 +161,34 @@ class Machine:
         return 2 * (once + moved / (self.software.links * self.gpu.summed * self.gpu.link))
 
     def _pair_s(self) -> float:
-        """Seconds of attention for a query and a key."""
-        flops = self.shape.layers * self.shape.attended * self.shape.pair_flops
-        return flops / self.gpus / (self.software.attention * self.gpu.bf16)
+        """Seconds of attention for a query and a key; where it is sparse: of its index, which every GPU has
+        the whole of."""
+        shape, rate = self.shape, self.software.attention * self.gpu.bf16
+        if shape.chosen:
+            return shape.layers * shape.indexed * shape.index_flops / rate
+        return shape.layers * shape.attended * shape.pair_flops / self.gpus / rate
+
+    def _chosen_pairs_s(self) -> float:
+        """Seconds of sparse attention for a query and all keys that it attends to, however few it sees."""
+        shape, rate = self.shape, self.software.attention * self.gpu.bf16
+        return shape.layers * shape.chosen * shape.pair_flops / self.gpus / rate
 
     def _token_read_s(self) -> float:
-        """Seconds to read the KV cache of one token."""
+        """Seconds to read the KV cache of one token; where attention is sparse: the index keys."""
         shape = self.shape
-        elements = shape.layers * shape.attended * shape.token_kv
+        if shape.chosen:
+            return self._read_s(shape.indexed * shape.index_kv)
+        return self._read_s(shape.attended * shape.token_kv)
+
+    def _chosen_reads_s(self) -> float:
+        """Seconds to read the tokens that one of sparse attention attends to, however few it sees."""
+        shape = self.shape
+        return shape.chosen * self._read_s(shape.token_kv - shape.index_kv)
+
+    def _read_s(self, elements: float) -> float:
+        """Seconds to read these of each layer."""
+        shape = self.shape
+        elements *= shape.layers
         return elements * self.kv_bytes / min(self.gpus, shape.kv_heads) / self._bytes_per_s
 
 

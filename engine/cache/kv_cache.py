@@ -27,8 +27,8 @@ map."""
 class KVCacheLayout:
     """What one block looks like: [num_layers, planes, num_kv_heads, block_size, head_dim].
 
-    ``planes``: keys and values, or 1 where each key is its value, too. In int8 a row of head_dim numbers is
-    longer by its scale.
+    ``planes``: keys and values, or 1 where each key is its value, too. ``head_dim`` includes an index
+    key's numbers (``sparse_attention.py``). In int8 a row of head_dim numbers is longer by its scale.
     """
 
     num_layers: int
@@ -47,7 +47,7 @@ class KVCacheLayout:
             config.num_cache_layers,
             block_size,
             config.num_kv_heads,
-            config.head_dim,
+            config.cached_row,
             dtype,
             config.kv_planes,
             states.num_blocks(block_size, dtype.itemsize) if states is not None else 0,

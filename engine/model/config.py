@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
-from .config_values import check_kinds, positive_int, read_json
+from .config_values import activation_of, check_kinds, positive_int, read_json
 from .families import FAMILIES, architecture_of
 from .family import Family, TensorNames
 from .family_rules import Scales
@@ -18,13 +18,11 @@ from .mixture_config import MixtureConfig, mixture_config
 from .quantisation import Quantisation, parse_quantisation
 from .recurrent_config import RecurrentConfig, StateLayout, cache_layer
 from .rope_config import RopeConfig, rope_configs, rope_max_model_len
+from .sparse_config import WEIGHTS, IndexConfig
 from .stored_names import as_stored, names_as_stored
 
 MODELOPT = "hf_quant_config.json"
 SENTENCE_TRANSFORMERS = "modules.json"  # its checkpoints are of the model without its head
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu_squared",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +119,16 @@ class ModelConfig:
         return None if of is None else StateLayout(of, self.num_kv_heads, self.head_dim)
 
     @property
+    def index(self) -> IndexConfig | None:
+        """The index of sparse attention; None: attention is not sparse."""
+        return None if self.latent is None else self.latent.index
+
+    @property
+    def cached_row(self) -> int:
+        """Numbers of a token and key-value head in a plane of the KV cache."""
+        return self.head_dim + (0 if self.index is None else self.index.head_dim)
+
+    @property
     def kv_planes(self) -> int:
         """Keys and values of a token, or one vector that is both."""
         return 2 if self.latent is None else 1
@@ -169,7 +177,7 @@ def parse_config(
     family = FAMILIES[architecture].of(config)
     config = family.config(config)
     quantisation = parse_quantisation(config.get("quantization_config") or {}, modelopt or {})
-    activation = _activation(config)
+    activation = activation_of(config)
     both_ways = config.get("use_bidirectional_attention") not in (None, False, "vision")
     if both_ways or config.get("is_causal") is False:
         raise ModelConfigError("config.json: attention to later tokens (of embedding models) is not built")
@@ -205,10 +213,9 @@ def parse_config(
     own = full_heads(config, windows, num_kv_heads, head_dim) if family.full_heads else None
     names = None if config.get("enable_moe_block") is False else family.mixture
     mixture = None if names is None else mixture_config(config, names, num_layers, activation)
-    if quantisation is not None and names is not None:  # routers never are, whatever is left out by name
-        quantisation = replace(
-            quantisation, ignored=(*quantisation.ignored, names.router, names.shared_gate or names.router)
-        )
+    if quantisation is not None and names is not None:  # these never are, whatever is left out by name
+        wide = (names.router, names.shared_gate or names.router, WEIGHTS)
+        quantisation = replace(quantisation, ignored=(*quantisation.ignored, *wide))
 
     def has(bias: bool | str | tuple[str, ...]) -> bool:
         if isinstance(bias, bool):
@@ -276,15 +283,6 @@ def _further_layers(config: dict[str, Any], family: Family) -> int:
     """Most checkpoints of DeepSeek's layout have one, whatever their config.json names."""
     keys = [key for key in ("num_nextn_predict_layers", "num_mtp_modules") if config.get(key)]
     return positive_int(config, keys[0]) if keys else int(family.latent)
-
-
-def _activation(config: dict[str, Any]) -> Activation:
-    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
-        raise ModelConfigError(
-            f"config.json: hidden_act {name!r:.100} is not supported (supported: {', '.join(ACTIVATIONS)})"
-        )
-    return ACTIVATIONS[name]
 
 
 def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...kernels.mixture_shape import Activation
 from ..errors import ModelConfigError
 
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu_squared",
+}  # fmt: skip
 LARGEST = {
     "vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22,
     "num_hidden_layers": 1024, "num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 1024,
@@ -24,6 +28,7 @@ LARGEST = {
     "spatial_merge_size": 16, "out_hidden_size": 1 << 20, "window_size": 1 << 16,
     "num_position_embeddings": 1 << 20, "mamba_n_heads": 4096, "mamba_n_groups": 4096, "mamba_d_head": 1024,
     "mamba_d_state": 1024, "mamba_d_conv": 64, "mamba_expand": 64,
+    "index_topk": 1 << 20, "index_head_dim": 1024, "index_n_heads": 4096, "index_topk_freq": 1024,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""
@@ -38,13 +43,13 @@ NUMBERS = (
     "num_shared_experts", "moe_num_shared_experts", "attention_multiplier",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
     "low_freq_factor", "high_freq_factor", "llama_4_scaling_beta", "alpha",
-    "block_ffn_dim_multiplier", "num_dense_layers",
+    "block_ffn_dim_multiplier", "num_dense_layers", "index_skip_topk_offset",
 )  # fmt: skip
 FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob",
     "rope_interleave", "use_sliding_window", "is_causal", "truncate", "attention_out_bias", "use_bias",
     "conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "use_expert_bias", "linear_allow_neg_eigval",
-    "mamba_conv_bias", "mamba_proj_bias",
+    "mamba_conv_bias", "mamba_proj_bias", "indexer_rope_interleave",
 )  # fmt: skip
 LISTS = (
     "layer_types",
@@ -57,6 +62,7 @@ LISTS = (
     "full_attn_idxs",
     "attn_layer_indices",
     "layers_block_type",
+    "indexer_types",
 )
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 KINDS: dict[str, tuple[str, type[Any]]] = {
@@ -93,6 +99,16 @@ def positive_int(config: dict[str, Any], key: str, default: int | None = None) -
             f"config.json: {key!r} is {value}; the largest that is served is {LARGEST[key]}"
         )
     return value
+
+
+def activation_of(config: dict[str, Any]) -> Activation:
+    """Raises ModelConfigError."""
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if name not in ACTIVATIONS:
+        raise ModelConfigError(
+            f"config.json: hidden_act {name!r:.100} is not supported (supported: {', '.join(ACTIVATIONS)})"
+        )
+    return ACTIVATIONS[name]
 
 
 def read_json(path: Path) -> dict[str, Any]:

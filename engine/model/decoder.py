@@ -36,6 +36,7 @@ from .ranks import of_rank
 from .recurrent_config import final_layers
 from .recurrent_layer import RecurrentLayer, run_recurrent
 from .rope import cos_sin_table, query_factors, rows_of_axes
+from .sparse_attention import sparse_step
 from .step_inputs import AttentionMetadata, StepImages, StepInputs
 from .tensors import expected_tensors, ignored_tensors
 
@@ -64,11 +65,15 @@ class DecoderModel:
         self._eps = config.residual_eps
         self._expands = self._config.latent if load.expands_latent else None
 
+        index_table = None
+        if config.index is not None:
+            index_table = cos_sin_table(config.ropes[0], config.index.head_dim, max_model_len).to(load.device)
+
         def layer(i: int) -> DecoderLayer | RecurrentLayer:
             if config.recurrent is not None and config.recurrent.layers[i]:
                 return RecurrentLayer(config, i, load)
             rope = config.ropes[i]
-            return DecoderLayer(config, i, load, self._tables[rope], factors.get(rope))
+            return DecoderLayer(config, i, load, self._tables[rope], factors.get(rope), index_table)
 
         layers = load.each(layer, config.num_layers)
         self._layers = [each for each in layers if isinstance(each, DecoderLayer)]
@@ -134,7 +139,7 @@ class DecoderModel:
         if on_layer is not None:
             on_layer(0)
         inputs, last = self.inputs(metadata), len(self._layers) - 1
-        if self._expands is not None and len(token_ids) >= FEWEST_TOKENS:
+        if self._expands is not None and inputs.sparse is None and len(token_ids) >= FEWEST_TOKENS:
             inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
         if rows is None and inputs.chunks is not None and self.prediction is not None:
             hidden = self.run_layers(0, last + 1, None, residual, inputs, pool, on_layer, images)
@@ -145,7 +150,8 @@ class DecoderModel:
         if on_layer is not None:
             on_layer(last + 1)
         if rows is not None:
-            q, residual, inputs = q[rows], residual[rows], self.inputs(metadata.of_rows(rows))
+            q, residual = q[rows], residual[rows]
+            inputs = self.inputs_of_rows(inputs, metadata.of_rows(rows), rows)
         return self.finish(q, residual, inputs, pool)
 
     @property
@@ -172,19 +178,23 @@ class DecoderModel:
         if of_step:
             table = rows_of_axes(table, c.ropes[0], positions)
             positions = torch.arange(len(table), dtype=torch.int32, device=table.device)
-        return StepInputs(
-            RopeInputs(
-                positions, m.slot_mapping, table,
-                c.num_heads, c.num_kv_heads, c.head_dim,
-                norm_eps=c.rms_norm_eps, kv_scales=scales, of_step=of_step,
-            ),
-            AttentionInputs(
-                m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention,
-                softcap=c.attention_softcap, kv_scales=scales, max_query_len=m.max_query_len,
-            ),
-            m.adapters,
-            m.states,
+        attention = AttentionInputs(
+            m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention,
+            softcap=c.attention_softcap, kv_scales=scales, max_query_len=m.max_query_len,
         )  # fmt: skip
+        rope = RopeInputs(
+            positions, m.slot_mapping, table,
+            c.num_heads, c.num_kv_heads, c.head_dim,
+            norm_eps=c.rms_norm_eps, kv_scales=scales, of_step=of_step,
+        )  # fmt: skip
+        sparse = None if c.index is None else sparse_step(attention, c.index.chosen)
+        return StepInputs(rope, attention, m.adapters, m.states, sparse=sparse)
+
+    def inputs_of_rows(self, inputs: StepInputs, metadata: AttentionMetadata, rows: Tensor) -> StepInputs:
+        """For queries of the token rows ``rows`` alone, behind a layer's ``project`` with ``inputs``.
+        ``metadata``: of these rows."""
+        own = self.inputs(metadata)
+        return own._replace(sparse=None if inputs.sparse is None else inputs.sparse.of_rows(rows, own.sparse))
 
     def run_layers(
         self,
@@ -204,12 +214,12 @@ class DecoderModel:
             hidden = run_recurrent(self._recurrent[index - 1], hidden, residual, pool, inputs.states)
             q: Tensor | ExpandedQueries
             if inputs.chunks is None:
-                q = layer.project(hidden, residual, pool, inputs.rope)
+                q = layer.project(hidden, residual, pool, inputs.rope, inputs.sparse)
             else:
                 q = layer.project_chunks(hidden, residual, pool, inputs.rope, inputs.chunks)
             if on_layer is not None:
                 on_layer(self._final[index - 1])
-            hidden = layer.attend_and_mix(q, residual, pool, inputs.attention)
+            hidden = layer.attend_and_mix(q, residual, pool, inputs.attention, inputs.sparse)
             if images is not None and index <= len(images.deep):
                 residual.index_add_(0, images.rows, images.deep[index - 1])
         return hidden
@@ -222,7 +232,7 @@ class DecoderModel:
         self._slots.now = inputs.adapters
         *before, behind = self._recurrent
         hidden = run_recurrent(before[-1], hidden, residual, pool, inputs.states)
-        q = self._layers[-1].project(hidden, residual, pool, inputs.rope)
+        q = self._layers[-1].project(hidden, residual, pool, inputs.rope, inputs.sparse)
         if not behind:
             return q
         hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
@@ -239,7 +249,7 @@ class DecoderModel:
         if behind := self._recurrent[-1]:
             hidden = behind[-1].finish(q, residual)
         else:
-            hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention)
+            hidden = self._layers[-1].attend_and_mix(q, residual, pool, inputs.attention, inputs.sparse)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 
     def _forward_fused(

@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 from ...kernels.interface import AttentionInputs, DenseMlp, LayerParts, Linear, RopeInputs
 from .adapters import AdaptedLinear, base_of
 from .config import ModelConfig
-from .latent_attention import LatentAttention
 from .latent_chunks import ExpandedQueries, LatentChunks
 from .layer_mlp import LayerMlp, ResidualNorm
 from .layers import LayerLoader
 from .rope import rows_of_gates, rows_of_qkv, rows_side_by_side
+from .sparse_attention import SparseLatentAttention, SparseStep, attention_of
 
 VECTOR = 64
 """A multiple of torch's vectors on CPUs: behind the last whole one, a sigmoid may have other bits."""
@@ -29,8 +29,9 @@ class DecoderLayer:
         load: LayerLoader,
         cos_sin: Tensor,
         query_factors: Tensor | None = None,
+        index_cos_sin: Tensor | None = None,
     ) -> None:
-        """``query_factors``: see ``rope.query_factors``."""
+        """``query_factors``: see ``rope.query_factors``. ``index_cos_sin``: of ``Indexer``."""
         t, name = config.tensors, config.tensors.layer_name(index)
         rank, heads = load.rank, config.heads_of(index)
         sizes = heads.head_dim, config.num_heads, heads.num_kv_heads
@@ -59,8 +60,10 @@ class DecoderLayer:
         self._qkv: Linear
         self._o: Linear
         self._gate: Linear | None = None
+        self._sparse: SparseLatentAttention | None = None
         if config.latent is not None:
-            latent = LatentAttention(config.latent, name, load, config.ropes[index].interleaved)
+            latent = attention_of(config, index, load, index_cos_sin)
+            self._sparse = latent if isinstance(latent, SparseLatentAttention) else None
             self._latent, self._qkv, self._o = latent, latent.queries_and_key, latent.output
         else:
             gated = config.output_gate
@@ -113,11 +116,17 @@ class DecoderLayer:
             [linear.updates for linear in linears if isinstance(linear, AdaptedLinear)],
         )  # fmt: skip
 
-    def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
+    def project(
+        self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs,
+        sparse: SparseStep | None = None,
+    ) -> Tensor:  # fmt: skip
         """Writes the tokens' keys and values to ``pool``; returns their queries [T, H, D].
 
         ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
         """
+        if self._sparse is not None:
+            x, rope = self._input_norm(hidden, residual), replace(rope, cos_sin=self._cos_sin)
+            return self._sparse.project(x, pool, self._index, rope, sparse)
         qkv = self._input_norm.into(self._qkv, hidden, residual)  # [T, (H + 2 KVH) D]
         num_kv_heads, head_dim = self._heads
         cos_sin = rope.cos_sin if rope.of_step else self._cos_sin
@@ -173,8 +182,9 @@ class DecoderLayer:
         return replace(q, whole=self._scaled(q.whole, own), absorbed=self._scaled(q.absorbed, others))
 
     def attend_and_mix(
-        self, q: Tensor | ExpandedQueries, residual: Tensor, pool: Tensor, attention: AttentionInputs
-    ) -> Tensor:
+        self, q: Tensor | ExpandedQueries, residual: Tensor, pool: Tensor, attention: AttentionInputs,
+        sparse: SparseStep | None = None,
+    ) -> Tensor:  # fmt: skip
         """The rest of the layer for the queries at hand, whose residual rows these are; returns its output,
         not yet added to them."""
         k = self._kernels
@@ -182,6 +192,8 @@ class DecoderLayer:
             attention = replace(attention, sliding_window=self._sliding_window, sinks=self._sinks)
         if isinstance(q, ExpandedQueries):
             hidden = self._latent.attend_chunks(q, pool, self._index)
+        elif self._sparse is not None:
+            hidden = self._o(self._sparse.attend(q, pool, self._index, attention, sparse))
         else:
             sums = self._gated(k.paged_attention(q, self._own_heads(pool), self._index, attention), residual)
             hidden = self._o(sums)

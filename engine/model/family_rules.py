@@ -19,6 +19,12 @@ def full_attention(config: dict[str, Any], num_layers: int) -> Windows:
     return _windows_of(config, num_layers, [FULL] * num_layers)
 
 
+def indexed_attention(config: dict[str, Any], num_layers: int) -> Windows:
+    """As ``full_attention``: transformers has another name for layers whose attention is sparse."""
+    kinds = [FULL if kind == "indexed_attention" else kind for kind in config.get("layer_types") or ()]
+    return full_attention({**config, "layer_types": kinds}, num_layers)
+
+
 def no_windows(config: dict[str, Any], num_layers: int) -> Windows:
     """Raises ModelConfigError where there are some."""
     if config.get("use_sliding_window"):

@@ -56,7 +56,7 @@ class LatentAttention:
 
     def queries_and_key(self, x: Tensor) -> Tensor:
         """x [T, hidden_size] -> [T, (H + 1) D], before rope."""
-        return torch.cat((self._absorbed(self._queries(x)), self._key(x)[:, None]), dim=1).flatten(1)
+        return self._with_key(self._query_vector(x), x)
 
     def output(self, x: Tensor) -> Tensor:
         """Sums over keys [T, H D] -> [T, hidden_size]."""
@@ -66,7 +66,7 @@ class LatentAttention:
         self, x: Tensor, pool: Tensor, index: int, rope: RopeInputs, chunks: LatentChunks
     ) -> ExpandedQueries:
         """Write the tokens' vectors to layer ``index`` of ``pool``; return their queries after rope."""
-        c, q, key = self._config, self._queries(x), self._key(x)
+        c, q, key = self._config, self._queries(self._query_vector(x)), self._key(x)
         own, others = (
             replace(rope, positions=rope.positions[rows], slot_mapping=rope.slot_mapping[rows])
             for rows in (chunks.rows, chunks.other_rows)
@@ -131,12 +131,20 @@ class LatentAttention:
             return dequantize_int8(vectors).to(dtype)
         return vectors if scales is None else (vectors.float() * scales[index, 0, 0]).to(dtype)
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def _query_vector(self, x: Tensor) -> Tensor:
+        """[T, query_rank], or x itself."""
+        if self._q_a is None or self._q_a_norm is None:
+            return x
+        return self._kernels.rms_norm(self._q_a(x), self._q_a_norm, EPS)
+
+    def _queries(self, vector: Tensor) -> Tensor:
         """[T, H, plain + rotated], before rope."""
         c = self._config
-        if self._q_a is not None and self._q_a_norm is not None:
-            x = self._kernels.rms_norm(self._q_a(x), self._q_a_norm, EPS)
-        return self._q(x).view(len(x), c.num_heads, c.plain + c.rotated)
+        return self._q(vector).view(len(vector), c.num_heads, c.plain + c.rotated)
+
+    def _with_key(self, vector: Tensor, x: Tensor) -> Tensor:
+        """See ``queries_and_key``."""
+        return torch.cat((self._absorbed(self._queries(vector)), self._key(x)[:, None]), dim=1).flatten(1)
 
     def _absorbed(self, q: Tensor) -> Tensor:
         """[T, H, plain + rotated] -> [T, H, D]."""

@@ -69,7 +69,7 @@ def latent_chunks(config: LatentConfig, inputs: AttentionInputs, block_size: int
     blocks, places = torch.unique(tables[used], return_inverse=True)
     own = torch.zeros_like(tables)
     own[used] = places.int()
-    attention, others = _of(inputs, chosen, counts), _of(inputs, ~chosen, counts)
+    attention, others = of_sequences(inputs, chosen, counts), of_sequences(inputs, ~chosen, counts)
     return LatentChunks(
         rows.nonzero().flatten(), (~rows).nonzero().flatten(), blocks.long(),
         replace(attention, block_tables=own, kv_scales=None), others,
@@ -83,8 +83,8 @@ def expanding_saves(config: LatentConfig, num_tokens: int, length: int) -> bool:
     return cost < 4 * (config.cached - config.expanded) * pairs
 
 
-def _of(inputs: AttentionInputs, chosen: Tensor, counts: Tensor) -> AttentionInputs:
-    """The chosen sequences of ``inputs``."""
+def of_sequences(inputs: AttentionInputs, chosen: Tensor, counts: Tensor) -> AttentionInputs:
+    """The chosen sequences of ``inputs``; ``counts``: queries of each."""
     starts = torch.nn.functional.pad(counts[chosen].cumsum(0), (1, 0)).int()
     return replace(
         inputs, query_start_loc=starts, seq_lens=inputs.seq_lens[chosen],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config_values import positive_int
+from .sparse_config import IndexConfig, index_config
 
 ATTENTION = "self_attn"
 
@@ -19,6 +20,7 @@ class LatentConfig:
     rank        of the latent vector
     plain, rotated  of a head's query and key: the parts without and with rope
     value       of a head's value
+    index       None: a token attends to all before it
     """
 
     num_heads: int
@@ -29,10 +31,11 @@ class LatentConfig:
     rotated: int
     value: int
     bias: bool
+    index: IndexConfig | None = None
 
     @property
     def cached(self) -> int:
-        """Numbers of a token and layer in the KV cache."""
+        """Numbers of a token's latent vector and rotated key, in each layer of the KV cache."""
         return self.rotated + self.rank
 
     @property
@@ -74,6 +77,7 @@ def latent_config(config: dict[str, Any]) -> LatentConfig:
         rotated=positive_int(config, "qk_rope_head_dim"),
         value=positive_int(config, "v_head_dim"),
         bias=bool(config.get("attention_bias", False)),
+        index=index_config(config),
     )
 
 

@@ -31,6 +31,9 @@ def with_prediction(config: ModelConfig) -> ModelConfig:
             "leave it out"
         )
     names = names.of(names.layer or config.tensors.layer.format(config.num_layers))
+    latent = config.latent
+    if latent is not None and latent.index is not None:  # the layer has an index of its own
+        latent = replace(latent, index=replace(latent.index, layers=(*latent.index.layers, True)))
     if mixture is not None:
         mixture = replace(mixture, layers=(*mixture.layers, mixture.layers[-1] and not names.dense))
     if quantisation is not None:  # published checkpoints keep both in bfloat16, whether they list them or not
@@ -40,6 +43,7 @@ def with_prediction(config: ModelConfig) -> ModelConfig:
         config,
         predicts=True,
         tensors=replace(config.tensors, prediction=names, behind=(config.num_layers, names.layer)),
+        latent=latent,
         mixture=mixture,
         quantisation=quantisation,
         sliding_windows=(*config.sliding_windows, config.sliding_windows[-1]),

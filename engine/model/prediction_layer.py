@@ -51,12 +51,12 @@ class PredictionLayer:
         norm = self._kernels.rms_norm
         sides = norm(embedded, self._token_norm, self._eps), norm(hidden, self._hidden_norm, self._eps)
         residual = self._joined(torch.cat(sides, dim=1))
-        return self._layer.project(None, residual, pool, inputs.rope), residual
+        return self._layer.project(None, residual, pool, inputs.rope, inputs.sparse), residual
 
     def finish(self, q: Tensor, residual: Tensor, inputs: StepInputs, pool: Tensor) -> Tensor:
         """Return y [n, E] of rows of ``project``, whose residual rows and inputs these are."""
         self._slots.now = inputs.adapters
-        hidden = self._layer.attend_and_mix(q, residual, pool, inputs.attention)
+        hidden = self._layer.attend_and_mix(q, residual, pool, inputs.attention, inputs.sparse)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
 
 

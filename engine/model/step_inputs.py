@@ -12,6 +12,7 @@ from torch import Tensor
 from ...kernels.interface import AttentionInputs, RopeInputs
 from ...kernels.states import StateInputs
 from .latent_chunks import LatentChunks
+from .sparse_attention import SparseStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +76,4 @@ class StepInputs(NamedTuple):
     adapters: Tensor | None
     states: StateInputs | None = None
     chunks: LatentChunks | None = None
+    sparse: SparseStep | None = None

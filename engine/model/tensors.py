@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .config import ModelConfig
 from .quantisation import BESIDE
+from .sparse_config import INDEXER
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -36,6 +37,9 @@ def _wide_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             expected |= c.recurrent.expected_tensors(layer, c.hidden_size)
         if c.latent is not None:
             expected |= c.latent.expected_tensors(layer)
+            chosen = c.latent.index
+            if chosen is not None and chosen.layers[index]:
+                expected |= chosen.expected_tensors(layer, c.hidden_size, c.latent.query_rank)
         norms += [(name, (c.hidden_size,)) for name in (own.input_norm, own.attention_out_norm)]
         halves = [(layer, projections, norms)]
         if second:
@@ -93,6 +97,9 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     t = config.tensors
     further = range(config.num_layers + config.predicts, config.num_layers + config.further_layers)
     ignored = (*t.ignored, *(f"{t.layer.format(i)}." for i in further))
+    if config.index is not None:  # layers without an index of their own may hold one
+        shared = (i for i, full in enumerate(config.index.layers) if not full)
+        ignored += tuple(f"{t.layer_name(i)}.{INDEXER}." for i in shared)
     if config.predicts and t.prediction is not None:
         copies = (t.prediction.head, t.prediction.embed)
         ignored += tuple(f"{name}.weight" for name in copies if name)

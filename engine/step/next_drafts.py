@@ -22,7 +22,7 @@ from torch import Tensor
 from ..device import bring, passed, send
 from ..model.decoder import DecoderModel
 from ..model.prediction_layer import PredictionLayer
-from ..model.step_inputs import AttentionMetadata
+from ..model.step_inputs import AttentionMetadata, StepInputs
 from .batch import Batch
 from .step_thread import OnLayer
 
@@ -81,7 +81,7 @@ class NextDrafts:
             return _none_when(passed(step.hidden.device))
         rows = last_right_rows(chains, step, sampled)
         first = StepHidden(step.hidden, tokens, metadata)
-        arrived = bring([rows, self._draft(batch, rows, first, q, residual)])
+        arrived = bring([rows, self._draft(batch, rows, first, inputs, q, residual)])
         counts = batch.num_drafts
         assert counts is not None, "else there are no chains"
 
@@ -91,16 +91,19 @@ class NextDrafts:
 
         return read
 
-    def _draft(self, batch: Batch, rows: Tensor, first: StepHidden, q: Tensor, residual: Tensor) -> Tensor:
+    def _draft(
+        self, batch: Batch, rows: Tensor, first: StepHidden, inputs: StepInputs, q: Tensor, residual: Tensor
+    ) -> Tensor:
         """Drafts int32 [n, most] of the sequences with numbers ``rows`` int64 [n] in the batch. A sequence
-        that wants fewer repeats its last pass, which writes the same again. ``first``: the layer's inputs;
-        ``q``, ``residual``: its queries and residual."""
+        that wants fewer repeats its last pass, which writes the same again. ``first`` and ``inputs``: those
+        of the layer; ``q``, ``residual``: its queries and residual."""
         assert batch.num_drafts is not None
         at, most = _ends(first.metadata)[rows], int(batch.num_drafts.max())
         counts = send(torch.from_numpy(batch.num_drafts), rows.device)[rows]
         metadata = replace(first.metadata.of_rows(at), max_query_len=1)
         tokens, hidden, start = first.token_ids[at], first.hidden[at], metadata.positions
-        inputs, q, residual = self._model.inputs(metadata), q[at], residual[at]
+        inputs = self._model.inputs_of_rows(inputs, metadata, at)
+        q, residual = q[at], residual[at]
         drafts: list[Tensor] = []
         while True:
             out = self._layer.finish(q, residual, inputs, self._pool)

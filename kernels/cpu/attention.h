@@ -45,20 +45,23 @@ template <class T>
 struct KeyValues {  // where one sequence's keys and values of one layer and head lie: a run of each in a block
   const T* base;           // of block 0
   const int32_t* table;
-  int64_t row, block_size, block_stride, head_stride, value_offset;
+  int64_t row, block_size, block_stride, head_stride, value_offset, of_entry;  // the latter: tokens of an entry of the table
   bool grouped;
 
   KeyValues(const AttentionArgs& g, const AttentionItem& item)
       : table(g.block_tables + item.seq * g.table_stride), row(row_length<T>(g.head_dim)), block_size(g.block_size),
         grouped(keys_in_groups(g.planes, block_size)) {
-    const int64_t run = block_size * row;
-    const int64_t plane = g.plane_heads * run;
-    value_offset = g.planes == 2 ? plane : 0;
-    block_stride = g.num_layers * g.planes * plane;
-    head_stride = g.head_step * run;
-    base = static_cast<const T*>(g.pool) + g.layer * g.planes * plane + item.head * head_stride;
+    value_offset = g.planes == 2 ? g.plane : 0;
+    block_stride = g.num_layers * g.planes * g.plane;
+    head_stride = g.head_step * block_size * row;
+    of_entry = g.slots ? 1 : block_size;
+    base = static_cast<const T*>(g.pool) + g.layer * g.planes * g.plane + item.head * head_stride;
   }
-  const T* key(int64_t position) const { return base + table[position / block_size] * block_stride + position % block_size * row; }
+  const T* key(int64_t position) const {
+    if (of_entry != 1) return base + table[position / block_size] * block_stride + position % block_size * row;
+    const uint32_t slot = uint32_t(table[position]), size = uint32_t(block_size);  // of blocks of one token it is the block
+    return base + slot / size * block_stride + slot % size * row;
+  }
 };
 
 template <class T>
@@ -87,7 +90,7 @@ struct Run {  // the keys [begin, end) of a run, from position `start` on
     grouped = kv.grouped;
     for (int64_t i = begin; i < end;) {
       const T* key = kv.key(start + i);
-      for (const int64_t stop = smaller(end, i + kv.block_size - (start + i) % kv.block_size); i < stop; ++i, key += kv.row) keys[i] = key;
+      for (const int64_t stop = smaller(end, i + kv.of_entry - (start + i) % kv.of_entry); i < stop; ++i, key += kv.row) keys[i] = key;
     }
     for (int64_t i = 0; i < begin; ++i) keys[i] = keys[begin];
     for (int64_t i = end; i < KEYS; ++i) keys[i] = keys[end - 1];

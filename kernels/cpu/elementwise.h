@@ -144,10 +144,10 @@ static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
       rotate(head, table, D);
     }
     const int64_t block = g.slots[token] / g.block_size, offset = g.slots[token] % g.block_size;
-    C* slot = static_cast<C*>(g.pool) + (block * g.num_layers + g.layer) * g.planes * g.plane_heads * run + offset * row;
+    C* slot = static_cast<C*>(g.pool) + (block * g.num_layers + g.layer) * g.planes * g.plane + offset * row;
     const int64_t in_group = offset % GROUP, grouped = keys_in_groups(g.planes, g.block_size) ? g.num_kv_heads : 0;
     for (int64_t h = 0; h < g.planes * g.num_kv_heads; ++h) {  // keys, then values
-      C* const place = slot + (h / g.num_kv_heads * g.plane_heads + h % g.num_kv_heads * g.head_step) * run;
+      C* const place = slot + h / g.num_kv_heads * g.plane + h % g.num_kv_heads * g.head_step * run;
       if constexpr (sizeof(C) == 1) write_row(k + h * D, h < grouped ? coded : place, D, g.cache == kCacheFloat8 ? scales[h] : 1.0f);
       else if (h >= grouped) std::memcpy(place, k + h * D, size_t(D) * sizeof(C));
       if (h < grouped) write_in_group(sizeof(C) == 1 ? coded : reinterpret_cast<const C*>(k + h * D), place - in_group * row, in_group, D);

@@ -29,11 +29,12 @@ namespace {
 #include "states.h"
 #include "delta_net.h"
 #include "short_conv.h"
+#include "index_scores.h"
 }  // namespace
 
 const Kernels kAvx512Bf16Kernels = {"avx512_bf16", W, PANEL, true, pack_linear, linear, low_rank_down, low_rank_up,
                                 pack_quantised, quantised_linear, attention, rope_and_store, add_rms_norm, {gate_mul<Silu>, gate_mul<Gelu>, gate_mul<ClampedSilu>, gate_mul<ReluSquared>},
-                                gumbel_argmax, route, add_weighted, narrow_all, delta_net, short_conv};
+                                gumbel_argmax, route, add_weighted, narrow_all, delta_net, short_conv, index_scores};
 }  // namespace splitserve
 #if defined(__clang__)
 #pragma clang attribute pop

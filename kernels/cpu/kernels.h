@@ -93,15 +93,16 @@ struct LowRankArgs {         // y[row] += B A x[row], of the row's slot
 
 struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and values are read where they lie in the pool
   const void* q;             // [num_tokens, num_heads, head_dim], tokens q_stride apart
-  const void* pool;          // from its first head on: [num_blocks, num_layers, planes, plane_heads, block_size, a row of head_dim: see kv_codes.h]
+  const void* pool;          // from its first head on: [num_blocks, num_layers, planes, plane]; a head's run: [block_size, a row of head_dim: see kv_codes.h]
   void* out;                 // [num_tokens, num_heads, head_dim]
   const int32_t* query_start_loc;  // [num_seqs + 1]
   const int32_t* seq_lens;         // [num_seqs]
   const int32_t* block_tables;     // [num_seqs, table_stride]
   const float* sinks;        // [num_heads] or null: a score of each head that has no value (Xiao et al., StreamingLLM, 2023)
-  int64_t q_stride, num_seqs, table_stride, num_layers, layer, block_size, num_heads, num_kv_heads, plane_heads, head_dim;
-  int64_t planes = 2;        // keys and values; 1: keys are the values, too. plane_heads: those in memory; num_kv_heads are this caller's
-  int64_t head_step = 1;     // places in memory from one head of this caller to its next
+  int64_t q_stride, num_seqs, table_stride, num_layers, layer, block_size, num_heads, num_kv_heads, plane, head_dim;
+  int64_t planes = 2;        // keys and values; 1: keys are the values, too. plane: its numbers in memory, also of heads and indexes that are not this caller's
+  int64_t head_step = 1;     // runs in memory from one head of this caller to its next
+  bool slots = false;        // the tables are of tokens: block * block_size + offset of each
   int64_t window;            // a token sees the window tokens that end with itself; INT32_MAX: all
   float scale;
   float softcap;             // scaled scores become softcap tanh(score / softcap); 0: they stay
@@ -114,6 +115,19 @@ struct AttentionItem {       // query tokens [query, query + num_queries) of a s
   int32_t seq, query, num_queries, head;
 };
 
+struct IndexArgs {           // the tokens that sparse attention attends to; see index_scores.h
+  AttentionArgs of;          // q: of the index, and its keys; one key-value head, one plane
+  const float* weights;      // [num_tokens, num_heads]
+  float* scores;             // [rows of items, row]
+  int32_t* slots;            // [num_tokens, count]
+  int64_t row, count;        // row: a multiple of 64
+};
+
+struct IndexItem {           // keys [first, last) of a query token, scored in a row; first: a multiple of 64
+  int32_t seq, token, row;
+  int64_t first, last;
+};
+
 struct RopeArgs {            // q and k are normalised (where asked) and rotated in place in qkv; k and v are copied to their slots
   void* qkv;                 // [num_tokens, num_heads + planes num_kv_heads, head_dim]
   void* pool;
@@ -123,7 +137,7 @@ struct RopeArgs {            // q and k are normalised (where asked) and rotated
   const void* q_norm;        // [head_dim], or of all heads together, or of each head, or null
   const void* k_norm;
   bool norms_all_heads, norms_each_head = false;  // the latter: less the head's mean
-  int64_t num_layers, layer, block_size, num_heads, num_kv_heads, plane_heads, head_dim, planes = 2, head_step = 1;  // see AttentionArgs
+  int64_t num_layers, layer, block_size, num_heads, num_kv_heads, plane, head_dim, planes = 2, head_step = 1;  // see AttentionArgs
   float eps;
   Dtype dtype;
   Cache cache = kPlain;
@@ -212,6 +226,7 @@ struct Kernels {
   void (*narrow_all)(const float* sum, void* y, int64_t n, Dtype dtype);
   void (*delta_net)(const DeltaNetArgs&, int64_t first_item, int64_t last_item);  // items: [num_seqs, num_value_heads]
   void (*short_conv)(const ShortConvArgs&, int64_t first_item, int64_t last_item);  // items: [num_seqs, num_kv_heads]
+  void (*index_scores)(const IndexArgs&, const IndexItem* items, int64_t first, int64_t last);
 };
 
 extern const Kernels kGenericKernels;

@@ -8,10 +8,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstring>
+#include <functional>
 #include <string>
 
 #include "calls.h"
 #include "decoder.h"
+#include "index_choice.h"
 
 int64_t splitserve::asking_rows = 1;
 
@@ -130,12 +133,28 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.query_start_loc = a.address<const int32_t>(); g.seq_lens = a.address<const int32_t>(); g.block_tables = a.address<const int32_t>();
   g.sinks = a.address<const float>();
   g.num_seqs = a.integer(); g.table_stride = a.integer(); g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
-  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.plane_heads = a.integer(); g.head_step = a.integer(); g.head_dim = a.integer(); g.planes = a.integer();
+  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.plane = a.integer(); g.head_step = a.integer(); g.head_dim = a.integer(); g.planes = a.integer();
   g.window = a.integer();
   g.scale = float(a.real()); g.softcap = float(a.real()); g.dtype = a.dtype(); g.cache = Cache(a.integer()); g.kv_scales = a.address<const float>();
+  g.slots = a.integer();
   if (!a.complete()) return nullptr;
   const AttentionItems items(g);
   run(items.work, [&] { call(g, items); });
+  Py_RETURN_NONE;
+}
+
+PyObject* index_slots(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments a{values, count};
+  IndexArgs g{};
+  AttentionArgs& t = g.of;
+  t.q = a.input(); t.q_stride = a.integer(); g.weights = a.address<const float>(); t.pool = a.input();
+  t.query_start_loc = a.address<const int32_t>(); t.seq_lens = a.address<const int32_t>(); t.block_tables = a.address<const int32_t>();
+  g.slots = a.address<int32_t>();
+  t.num_seqs = a.integer(); t.table_stride = a.integer(); t.num_layers = a.integer(); t.layer = a.integer(); t.block_size = a.integer();
+  t.plane = a.integer(); t.num_heads = a.integer(); t.head_dim = a.integer(); g.count = a.integer(); t.dtype = a.dtype();
+  if (!a.complete()) return nullptr;
+  t.num_kv_heads = t.planes = 1;
+  run(2 * kShortCall, [&] { call(g); });
   Py_RETURN_NONE;
 }
 
@@ -147,7 +166,7 @@ PyObject* rope_and_store(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.norms_all_heads = false; g.norms_each_head = a.integer();
   const int64_t num_tokens = a.integer();
   g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
-  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.plane_heads = a.integer(); g.head_step = a.integer(); g.head_dim = a.integer(); g.planes = a.integer();
+  g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.plane = a.integer(); g.head_step = a.integer(); g.head_dim = a.integer(); g.planes = a.integer();
   g.eps = float(a.real()); g.dtype = a.dtype();
   g.cache = Cache(a.integer()); g.kv_scales = a.address<const float>();
   if (!a.complete()) return nullptr;
@@ -250,7 +269,7 @@ PyObject* decoder_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   t.query_start_loc = a.address<const int32_t>(); t.seq_lens = a.address<const int32_t>(); t.block_tables = a.address<const int32_t>();
   t.num_seqs = a.integer(); t.table_stride = a.integer();
   r.num_layers = t.num_layers = a.integer(); r.block_size = t.block_size = a.integer();
-  r.num_heads = t.num_heads = a.integer(); r.num_kv_heads = t.num_kv_heads = r.plane_heads = t.plane_heads = a.integer(); r.head_dim = t.head_dim = a.integer();
+  r.num_heads = t.num_heads = a.integer(); r.num_kv_heads = t.num_kv_heads = a.integer(); r.plane = t.plane = a.integer(); r.head_dim = t.head_dim = a.integer();
   t.scale = float(a.real()); t.softcap = float(a.real()); g.eps = float(a.real()); r.eps = float(a.real());
   g.dtype = r.dtype = t.dtype = a.dtype(); r.cache = t.cache = Cache(a.integer()); r.kv_scales = t.kv_scales = a.address<const float>();
   g.adapters = a.address<const int32_t>(); g.num_slots = a.integer();
@@ -318,9 +337,11 @@ PyMethodDef methods[] = {
     FAST(low_rank, "table of slots, its length, slots of rows, x, y, m, n, k, dtype"),
     FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group, threads"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
-                    "block_size, num_heads, num_kv_heads, plane_heads, head_step, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0"),
+                    "block_size, num_heads, num_kv_heads, plane, head_step, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0, slots"),
+    FAST(index_slots, "q, q_stride, weights, pool, query_start_loc, seq_lens, block_tables, slots, num_seqs, table_stride, num_layers, layer, "
+                      "block_size, plane, num_heads, head_dim, count, dtype"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, norms_each_head, num_tokens, num_layers, layer, "
-                         "block_size, num_heads, num_kv_heads, plane_heads, head_step, head_dim, planes, eps, dtype, cache, kv_scales or 0"),
+                         "block_size, num_heads, num_kv_heads, plane, head_step, head_dim, planes, eps, dtype, cache, kv_scales or 0"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
     FAST(gate_mul, "gate_up, y, rows, n, activation, dtype"),
     FAST(mixture, "weights, x, y, rows, dtype"),
@@ -329,7 +350,7 @@ PyMethodDef methods[] = {
     FAST(short_conv, "projected, out, conv, bias or 0, channels, conv_size, dtype" STATES),
     FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, positions, slots, "
                          "query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, block_size, num_heads, num_kv_heads, "
-                         "head_dim, scale, softcap, eps, qk_eps, dtype, cache, kv_scales or 0, slots of tokens or 0, number of slots"),
+                         "plane, head_dim, scale, softcap, eps, qk_eps, dtype, cache, kv_scales or 0, slots of tokens or 0, number of slots"),
     FAST(gumbel_argmax, "logits, keys, chosen, rows, vocab_size"),
 #undef FAST
 #undef STATES

@@ -10,7 +10,7 @@ from e2e.cluster import MODEL_NAME, NEVER_DEAD, running
 from support.prediction import make_predicting
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek3", "glm_moe_dsa"])
 def test_answers_are_those_of_the_model(family: str, tmp_path: Path) -> None:
     model, run = tmp_path / "model", tmp_path / "run"
     model.mkdir()

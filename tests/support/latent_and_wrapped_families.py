@@ -9,10 +9,14 @@ from typing import Any
 from transformers import (
     AXK1Config,
     AXK1ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Exaone4_5_Config,
     Exaone4_5_ForConditionalGeneration,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     Mistral3Config,
@@ -60,6 +64,7 @@ KIMI_IMAGES = {
     "pos_emb_height": 4,
     "pos_emb_width": 4,
 }
+SPARSE = {**LATENT, "q_lora_rank": 40, "index_topk": 24, "index_head_dim": 24, "index_n_heads": 16}
 MISTRAL_4 = {
     **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
     "q_lora_rank": 40,
@@ -151,6 +156,11 @@ LATENT_AND_WRAPPED: Families = WRAPPED | {
         AXK1Config,
         {**LATENT, "q_lora_rank": 40, "n_group": 2, "topk_group": 1, "rope_parameters": DEEPSEEK_ROPE},
     ),
+    "deepseek_v32": (
+        DeepseekV32ForCausalLM,
+        DeepseekV32Config,
+        {**SPARSE, "n_group": 2, "topk_group": 1, "rope_parameters": DEEPSEEK_ROPE},
+    ),
     "glm4_moe_lite": (
         Glm4MoeLiteForCausalLM,
         Glm4MoeLiteConfig,
@@ -161,6 +171,11 @@ LATENT_AND_WRAPPED: Families = WRAPPED | {
             "n_shared_experts": 1,
             "mlp_layer_types": ["sparse", "dense", "sparse"],
         },
+    ),
+    "glm_moe_dsa": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig,
+        {**SPARSE, "index_topk_freq": 2, "rms_norm_eps": 1e-5},  # layers: full, full, shared
     ),
     "mistral4": (
         Mistral4ForCausalLM,

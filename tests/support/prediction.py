@@ -23,7 +23,7 @@ from .engines import engine_config
 from .families import ALL_FAMILIES, SMALL, VOCAB_SIZE
 from .models import make_checkpoint
 
-FAMILIES = ("deepseek3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite")
+FAMILIES = ("deepseek3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 ERNIE = {
     "enorm": "model.mtp_emb_norm.0",
     "hnorm": "model.mtp_hidden_norm.0",
@@ -96,8 +96,9 @@ class Reference:
         positions = torch.arange(count)[None]
         mask = torch.full((count, count), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None]
         rotated = self._model.model.rotary_emb(x, positions)
-        out: Tensor = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotated)
-        return out[0]
+        out = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotated)
+        behind: Tensor = out[0] if isinstance(out, tuple) else out  # GLM-5's returns its choice, too
+        return behind[0]
 
 
 def make_predicting(

@@ -17,7 +17,7 @@ Written = tuple[dict[str, Tensor], Tensor]
 """A linear layer's tensors by the ends of their names, and its weight dequantised, float32."""
 GROUP = 16
 SIDES = (32, 32)
-LEFT_OUT = ("lm_head", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
+LEFT_OUT = ("lm_head", "weights_proj", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<i>\d+)\.(?P<matrix>\w+)\.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -48,6 +48,7 @@ def test_every_model_has_as_many_weights_as_its_maker_says() -> None:
         *("llama2", "qwen3", "mixtral", "qwen2_moe", "deepseek2", "deepseek3", "dots1", "ernie4_5_moe"),
         *("exaone_moe", "glm4_moe", "granite_moe_shared", "hy_v3", "minimax_m2", "olmoe", "solar_open"),
         *("exaone4", "glm4_moe_lite", "kimi_k25", "mistral3", "qwen3_vl_moe", "seed_oss", "youtu"),
+        *("deepseek_v32", "glm_moe_dsa"),
     ],
 )
 def test_a_shape_counts_the_matrices_that_are_loaded(family: str) -> None:
@@ -90,6 +91,29 @@ def test_a_latent_cache_is_small_and_a_window_is_not_read_beyond() -> None:
     deepseek, kimi = shape_of(MODELS["deepseek-v3"]), shape_of(MODELS["gpt-oss-120b"])
     assert deepseek.token_kv * deepseek.layers == 576 * 61
     assert kimi.attended == 0.5
+
+
+def test_sparse_attention_is_priced_by_what_it_chooses() -> None:
+    index = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+    config = MODELS["deepseek-v3"]
+    dense, sparse, shared = (
+        Machine(shape_of({**config, **of}), GPUS["h200"], 8, 8, CURRENT)
+        for of in ({}, index, {**index, "index_topk_freq": 4})
+    )
+    assert sparse.shape.token_kv == dense.shape.token_kv + 128
+    assert shared.shape.indexed == 16 / 61
+
+    def decode(of: Machine, context: int) -> float:
+        return StepModel.model_validate(of.decode()).seconds(64, 64 * context, 64)
+
+    assert decode(dense, 2048) < decode(sparse, 2048) < 1.3 * decode(dense, 2048)
+    assert decode(shared, 65536) < decode(sparse, 65536) < 0.5 * decode(dense, 65536)
+    one = (
+        Machine(sparse.shape, GPUS["h200"], 1, 8, CURRENT),
+        Machine(dense.shape, GPUS["h200"], 1, 8, CURRENT),
+    )
+    chunks = [StepModel.model_validate(of.prefill()).seconds(4096, 4096 * 65536, 1) for of in one]
+    assert chunks[0] < 0.5 * chunks[1]
 
 
 def test_a_folder_with_a_config_is_a_model_too(tmp_path: Path) -> None:

@@ -227,3 +227,72 @@ def test_gemma_4_as_published(own: dict[str, Any], billions: float) -> None:
             "Gemma4ForConditionalGeneration",
             **{**values, "text_config": {**text, "use_bidirectional_attention": "all"}},
         )
+
+
+DEEPSEEK_3_2 = {
+    "model_type": "deepseek_v32", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128,
+    "max_position_embeddings": 163840, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+GLM_5_2 = {
+    "model_type": "glm_moe_dsa", "vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 78, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "head_dim": 192, "q_lora_rank": 2048, "kv_lora_rank": 512,
+    "qk_head_dim": 256, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_interleave": True,
+    "indexer_rope_interleave": True, "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128,
+    "index_topk_freq": 4, "index_skip_topk_offset": 3, "index_topk_pattern": None,
+    "index_share_for_mtp_iteration": True, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
+    "mlp_layer_types": [*["dense"] * 3, *["sparse"] * 75], "num_nextn_predict_layers": 1,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+}  # fmt: skip
+
+
+def test_deepseek_3_2_as_published() -> None:
+    config = parsed("DeepseekV32ForCausalLM", **DEEPSEEK_3_2)
+    assert config.index is not None
+    assert (config.index.chosen, config.index.interleaved, all(config.index.layers)) == (2048, False, True)
+    assert (config.head_dim, config.cached_row) == (576, 704)
+    expected, name = expected_tensors(config), "model.layers.60.self_attn.indexer"
+    assert expected[f"{name}.wq_b.weight"] == (8192, 1536)
+    assert expected[f"{name}.wq_b.weight_scale_inv"] == (64, 12)
+    assert expected[f"{name}.wk.weight_scale_inv"] == (1, 56)
+    assert expected[f"{name}.k_norm.bias"] == (128,)
+    assert expected[f"{name}.weights_proj.weight"] == (64, 7168)
+    assert f"{name}.weights_proj.weight_scale_inv" not in expected
+    assert "model.layers.61.self_attn.indexer.wk.weight".startswith(ignored_tensors(config))
+    size = sum(math.prod(of) for of_name, of in expected.items() if not of_name.endswith("scale_inv"))
+    assert size / 1e9 == pytest.approx(671.9, abs=0.1)
+    assert shape_of(DEEPSEEK_3_2).weights == pytest.approx(size, rel=1e-3)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_glm_5_2_as_published(named: bool) -> None:
+    """Its layers are named, and by the pattern that stands beside them."""
+    kinds = [*["full"] * 3, *["full" if i % 4 == 2 else "shared" for i in range(3, 78)]]
+    config = parsed("GlmMoeDsaForCausalLM", **GLM_5_2, **({"indexer_types": kinds} if named else {}))
+    assert config.index is not None
+    assert config.index.interleaved
+    assert config.index.layers == tuple(kind == "full" for kind in kinds)
+    assert sum(config.index.layers) == 21
+    expected = expected_tensors(config)
+    assert expected["model.layers.6.self_attn.indexer.wk.weight"] == (128, 6144)
+    assert "model.layers.7.self_attn.indexer.wk.weight" not in expected
+    assert "model.layers.7.self_attn.indexer.wk.weight".startswith(ignored_tensors(config))
+    assert config.latent is not None
+    assert config.latent.expanded == 256

@@ -22,8 +22,8 @@ pytest.importorskip(
 
 @torch.no_grad()
 def dequantise(model: PreTrainedModel, scheme: Scheme) -> PreTrainedModel:
-    """Quantise and dequantise the weights of the linear layers, the experts and the head; not of routers and
-    kv_b_proj."""
+    """Quantise and dequantise the weights of the linear layers, the experts and the head; not of routers,
+    kv_b_proj and weights_proj."""
     for name, module in model.named_modules():
         if name.endswith(".experts") and isinstance(module.gate_up_proj, torch.nn.Parameter):
             for matrix in (*module.gate_up_proj, *module.down_proj):
@@ -31,7 +31,7 @@ def dequantise(model: PreTrainedModel, scheme: Scheme) -> PreTrainedModel:
                 own = matrix.T if inputs_first else matrix
                 own.copy_(quantise(own.contiguous(), scheme).dequantised())
         if isinstance(module, torch.nn.Linear) and not name.endswith(
-            ("kv_b_proj", "shared_expert_gate", "router.proj")
+            ("kv_b_proj", "shared_expert_gate", "router.proj", "weights_proj")
         ):
             head = name == "lm_head"
             if head and scheme == "fp8":
@@ -43,7 +43,18 @@ def dequantise(model: PreTrainedModel, scheme: Scheme) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama3", "qwen2", "glm4", "gemma4", "gemma4_moe", "qwen2_moe", "gpt_oss", "deepseek2", "deepseek3"],
+    [
+        "llama3",
+        "qwen2",
+        "glm4",
+        "gemma4",
+        "gemma4_moe",
+        "qwen2_moe",
+        "gpt_oss",
+        "deepseek2",
+        "deepseek3",
+        "glm_moe_dsa",
+    ],
 )
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 def test_a_checkpoint_quantised_at_load(
@@ -58,7 +69,14 @@ def test_a_checkpoint_quantised_at_load(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "scheme"),
-    [("qwen3", "int8"), ("qwen3", "int4"), ("qwen3", "fp8"), ("deepseek3", "int8"), ("gpt_oss", "int4")],
+    [
+        ("qwen3", "int8"),
+        ("qwen3", "int4"),
+        ("qwen3", "fp8"),
+        ("deepseek3", "int8"),
+        ("deepseek_v32", "int8"),
+        ("gpt_oss", "int4"),
+    ],
 )
 def test_exact_mode_has_the_same_bits_in_chunks_and_steps_and_with_two_threads(
     tmp_path: Path, family: str, scheme: Scheme, dtype: str

@@ -118,12 +118,23 @@ def test_weights_quantised_at_load(quantization: str, most: float, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "family", ["llama3", "cohere_plus", "deepseek2", "gemma2", "gemma4", "olmo2", "phi3"]
+    "family",
+    [
+        "llama3",
+        "cohere_plus",
+        "deepseek2",
+        "deepseek_v32",
+        "gemma2",
+        "gemma4",
+        "glm_moe_dsa",
+        "olmo2",
+        "phi3",
+    ],
 )
 def test_exact_bits_are_the_same_for_every_number_of_ranks(family: str, dtype: str, tmp_path: Path) -> None:
     """And for every way to chunk the prompt. A quarter of an MLP's columns is no whole number of a CPU's
     vectors."""
-    dense = {"first_k_dense_replace": 3} if family == "deepseek2" else {}
+    dense = {"first_k_dense_replace": 3} if family.startswith(("deepseek", "glm_moe")) else {}
     make_checkpoint(tmp_path, family, **dense)
     prompt, found = random_tokens(PROMPT_LEN, seed=8), []
     for size, chunk in ((1, 80), (2, 80), (2, 7), (4, 33)):

@@ -51,6 +51,7 @@ FAMILIES = [
     "cohere2",
     "cohere_plus",
     "deepseek2",
+    "glm_moe_dsa",
     "hunyuan",
     "ministral3",
     "qwen2_moe",
