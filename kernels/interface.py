@@ -251,6 +251,14 @@ class Kernels(Protocol):
         num_heads * head_dim]."""
         ...
 
+    def partial_attention(
+        self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor]:
+        """As ``paged_attention``, of sequences with one query each and a part of their keys, which come last
+        in the pool's order of blocks or are not there at all; latent vectors only. Returns the log-sum-exp of
+        the scaled scores, too: float32 [num_tokens, num_heads]. Of no key it is -inf, and the output 0."""
+        ...
+
     def delta_net(
         self, projected: Tensor, pool: Tensor, place: StatePlace, shape: DeltaNetShape,
         weights: DeltaNetWeights, inputs: StateInputs,

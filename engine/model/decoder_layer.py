@@ -59,6 +59,7 @@ class DecoderLayer:
         self._qkv: Linear
         self._o: Linear
         self._gate: Linear | None = None
+        self._spreads = config.latent is not None and load.spread is not None
         if config.latent is not None:
             latent = LatentAttention(config.latent, name, load, config.ropes[index].interleaved)
             self._latent, self._qkv, self._o = latent, latent.queries_and_key, latent.output
@@ -182,6 +183,8 @@ class DecoderLayer:
             attention = replace(attention, sliding_window=self._sliding_window, sinks=self._sinks)
         if isinstance(q, ExpandedQueries):
             hidden = self._latent.attend_chunks(q, pool, self._index)
+        elif self._spreads:
+            hidden = self._latent.attend(q, pool, self._index, attention)
         else:
             sums = self._gated(k.paged_attention(q, self._own_heads(pool), self._index, attention), residual)
             hidden = self._o(sums)

@@ -37,6 +37,7 @@ class LatentAttention:
         """``config``: of all ranks."""
         queries, name = config.num_heads * (config.plain + config.rotated), f"{layer}.{ATTENTION}"
         self._config = c = replace(config, num_heads=config.num_heads // load.rank.size)
+        self._spread = load.spread
         self._kernels, self._interleaved = load.kernels, interleaved
         self._q_a = self._q_a_norm = None
         if c.query_rank:
@@ -60,12 +61,19 @@ class LatentAttention:
 
     def output(self, x: Tensor) -> Tensor:
         """Sums over keys [T, H D] -> [T, hidden_size]."""
-        return self._o(self._values_of_sums(x))
+        return self._o(self._values_of(self._latent(x)))
+
+    def attend(self, q: Tensor, pool: Tensor, index: int, inputs: AttentionInputs) -> Tensor:
+        """Queries [T, H, D] of sequences with one each, whose blocks are spread -> [T, hidden_size]."""
+        return self._o(self._values_of(self._sums(q, pool, index, inputs)))
 
     def project_chunks(
         self, x: Tensor, pool: Tensor, index: int, rope: RopeInputs, chunks: LatentChunks
     ) -> ExpandedQueries:
         """Write the tokens' vectors to layer ``index`` of ``pool``; return their queries after rope."""
+        if not chunks.expanded:
+            q = self._kernels.rope_and_store(self.queries_and_key(x), pool, index, rope)
+            return ExpandedQueries(q[chunks.rows], q[chunks.other_rows], chunks)
         c, q, key = self._config, self._queries(x), self._key(x)
         own, others = (
             replace(rope, positions=rope.positions[rows], slot_mapping=rope.slot_mapping[rows])
@@ -90,9 +98,15 @@ class LatentAttention:
         c, chunks, count = self._config, q.chunks, len(q.whole) + len(q.absorbed)
         values = q.whole.new_empty(count, c.num_heads, c.value)
         if len(q.absorbed):
-            sums = self._kernels.paged_attention(q.absorbed, pool, index, chunks.others)
-            values[chunks.other_rows] = self._values_of_sums(sums).view(-1, c.num_heads, c.value)
+            sums = self._sums(q.absorbed, pool, index, chunks.others)
+            values[chunks.other_rows] = self._values_of(sums).view(-1, c.num_heads, c.value)
         vectors = self._vectors(pool, index, chunks, q.whole.dtype)
+        if not chunks.expanded:
+            sums = self._kernels.paged_attention(
+                q.whole, vectors.view(len(vectors), 1, 1, 1, *vectors.shape[1:]), 0, chunks.attention
+            )
+            values[chunks.rows] = self._values_of(self._latent(sums)).view(-1, c.num_heads, c.value)
+            return self._o(values.flatten(1))
         latent, rotated = self._parts(vectors)
         latent = latent.flatten(0, 1).contiguous()
         head_bytes = 2 * vectors.shape[0] * vectors.shape[1] * c.expanded * vectors.itemsize
@@ -127,6 +141,8 @@ class LatentAttention:
     def _vectors(self, pool: Tensor, index: int, chunks: LatentChunks, dtype: torch.dtype) -> Tensor:
         """The chunks' blocks of the cache, [blocks, block_size, D]."""
         vectors, scales = pool[chunks.blocks, index, 0, 0], chunks.others.kv_scales
+        if self._spread is not None:
+            vectors = self._spread.gathered(vectors)
         if pool.dtype == torch.int8:
             return dequantize_int8(vectors).to(dtype)
         return vectors if scales is None else (vectors.float() * scales[index, 0, 0]).to(dtype)
@@ -151,10 +167,19 @@ class LatentAttention:
         normed = self._kernels.rms_norm(kv[:, : c.rank].contiguous(), self._kv_a_norm, EPS)
         return self._in_order(kv[:, c.rank :], normed)
 
-    def _values_of_sums(self, x: Tensor) -> Tensor:
-        """Sums over keys [T, H D] -> [T, H value]."""
-        c = self._config
-        latent, _ = self._parts(x.view(len(x), c.num_heads, c.cached))
+    def _sums(self, q: Tensor, pool: Tensor, index: int, inputs: AttentionInputs) -> Tensor:
+        """[T, H, D] -> [T, H, R]."""
+        if self._spread is None:
+            return self._latent(self._kernels.paged_attention(q, pool, index, inputs))
+        sums, lse = self._kernels.partial_attention(self._spread.queries(q), pool, index, inputs)
+        return self._spread.merged(self._latent(sums), lse)
+
+    def _latent(self, x: Tensor) -> Tensor:
+        """Sums over keys [T, heads D] -> [T, heads, R]."""
+        return self._parts(x.view(len(x), -1, self._config.cached))[0]
+
+    def _values_of(self, latent: Tensor) -> Tensor:
+        """[T, H, R] -> [T, H value]."""
         by_head = latent.transpose(0, 1).contiguous()  # [H, T, R]
         return torch.cat([value(head) for value, head in zip(self._values, by_head, strict=True)], dim=-1)
 

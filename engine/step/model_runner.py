@@ -84,6 +84,7 @@ class ModelRunner:
                 )
                 self.phases.done("decode graphs")
             whole = self._next_drafts is not None  # a prefill graph leaves no hidden states of all its rows
+            whole = whole or self.loaded.spread is not None  # it brings as much to all ranks as a chunk reads
             if (most := self._max_prefill_tokens) and not (self.loaded.layout.state_blocks or whole):
                 self._prefill_graphs = PrefillGraphs(
                     model, pool, vocab_size, most, max_blocks, record, self.loaded.adapters is not None
@@ -208,7 +209,7 @@ class ModelRunner:
     def _warm_up(self, lengths: Sequence[int]) -> None:
         block_size = self.kv_cache.layout.block_size
         state_blocks = self.loaded.layout.state_blocks
-        most = min(self.max_model_len, (self.kv_cache.num_blocks - 2 * state_blocks) * block_size) - 1
+        most = min(self.max_model_len, (self.loaded.num_blocks - 2 * state_blocks) * block_size) - 1
         many = many_seqs(self._max_step_seqs) if self.device.type == "cuda" and block_size > 1 else ()
         lengths = [min(length, most) for length in lengths]
         drafts = self._next_drafts is not None

@@ -133,6 +133,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.plane_heads = a.integer(); g.head_step = a.integer(); g.head_dim = a.integer(); g.planes = a.integer();
   g.window = a.integer();
   g.scale = float(a.real()); g.softcap = float(a.real()); g.dtype = a.dtype(); g.cache = Cache(a.integer()); g.kv_scales = a.address<const float>();
+  g.lse = a.address<float>();
   if (!a.complete()) return nullptr;
   const AttentionItems items(g);
   run(items.work, [&] { call(g, items); });
@@ -317,7 +318,8 @@ PyMethodDef methods[] = {
     FAST(low_rank, "table of slots, its length, slots of rows, x, y, m, n, k, dtype"),
     FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group, threads"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
-                    "block_size, num_heads, num_kv_heads, plane_heads, head_step, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0"),
+                    "block_size, num_heads, num_kv_heads, plane_heads, head_step, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0, "
+                    "lse or 0"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, norms_each_head, num_tokens, num_layers, layer, "
                          "block_size, num_heads, num_kv_heads, plane_heads, head_step, head_dim, planes, eps, dtype, cache, kv_scales or 0"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
