@@ -37,11 +37,14 @@ class ShardedBlocks:
         for pool, own in zip(words, heads, strict=True):
             assert pool.is_contiguous()
             assert pool.shape == (num_blocks, num_layers, planes, len(own), self._head_words)
-        numbers = range(len(pools)) if spread else [0] * len(pools)
-        self._parts = list(zip(heads, numbers, words, strict=True))
-        self._first = [(*key, pool) for key, pool in {(h, n): p for h, n, p in reversed(self._parts)}.items()]
-        held = {*heads} if not spread or len({*heads}) > 1 else [range(num_kv_heads)]
-        assert sorted(head for own in held for head in own) == list(range(num_kv_heads)), heads
+        self._parts = [
+            (own, number % self.spread, pool)
+            for number, (own, pool) in enumerate(zip(heads, words, strict=True))
+        ]
+        first = {(own, number): pool for own, number, pool in reversed(self._parts)}
+        self._first = [(own, number, pool) for (own, number), pool in first.items()]
+        held = sorted(head for own, _ in first for head in own)
+        assert held == sorted([*range(num_kv_heads)] * self.spread), heads
         self._streams = [
             torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
             for pool in pools
@@ -79,11 +82,11 @@ class ShardedBlocks:
             num_layers = layers.stop - layers.start
             data = packed.view(torch.int64).view(len(blocks), num_layers, *self.rows, self._head_words)
             for heads, number, pool in self._parts:
-                part = data[:, :, :, heads.start : heads.stop]
                 rows, places = self._own(blocks, number)
+                part = data[:, :, :, heads.start : heads.stop]
                 if self.spread > 1:
-                    part = part[torch.tensor(rows, device=self.device)]
-                pool[:, layers].index_copy_(0, torch.tensor(places, device=pool.device), part.to(pool.device))
+                    part = part.index_select(0, _index(rows, self.device))
+                pool[:, layers].index_copy_(0, _index(places, pool.device), part.to(pool.device))
 
     def _gather(self, blocks: Sequence[int], layers: slice) -> Tensor:
         """int64 [len(blocks), layers, planes, num_kv_heads, words of a head], on the first GPU."""
@@ -91,9 +94,9 @@ class ShardedBlocks:
         packed = torch.empty(size, dtype=torch.int64, device=self.device)
         for heads, number, pool in self._first:
             rows, places = self._own(blocks, number)
-            part = pool[:, layers].index_select(0, torch.tensor(places, device=pool.device))
+            part = pool[:, layers].index_select(0, _index(places, pool.device))
             if self.spread > 1:
-                packed.index_copy_(0, torch.tensor(rows, device=self.device), part.to(self.device))
+                packed.index_copy_(0, _index(rows, self.device), part.to(self.device))
             else:
                 packed[:, :, :, heads.start : heads.stop].copy_(part)
         return packed
@@ -112,3 +115,7 @@ class ShardedBlocks:
             yield
             for stream in self._streams:
                 stream.synchronize()
+
+
+def _index(places: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(places, dtype=torch.int64, device=device)
