@@ -237,6 +237,13 @@ class LoadedModel:
         """Of all ranks."""
         return self.kv_cache.num_blocks * self._num_shares
 
+    def _spread_bytes(self) -> int:
+        """Bytes that a step takes because blocks are spread."""
+        latent, spread = self.config.latent, self.spread
+        if spread is None or latent is None:
+            return 0
+        return spread.step_bytes(latent.num_heads, latent.cached, self._model_len, self.dtype.itemsize)
+
     @property
     def own_layout(self) -> KVCacheLayout:
         """That of a block of this rank's heads."""
@@ -259,7 +266,9 @@ class LoadedModel:
                 used = torch.cuda.memory_reserved(self.device)
                 config = of_rank(self.config, self.rank)
                 tower = None if self.vision is None else self._tower
-                room = gpu_room_of(engine, config, self.device, self.dtype, used, tower)
+                room = gpu_room_of(
+                    engine, config, self.device, self.dtype, used, tower, more_step=self._spread_bytes()
+                )
             else:
                 room = host_room(
                     free=free_host_bytes(),

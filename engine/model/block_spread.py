@@ -21,6 +21,11 @@ from ...kernels.interface import AttentionInputs
 from .ranks import Rank
 
 
+ROWS_AT_ONCE = 256  # a row's queries and sums of all heads take memory: DeepSeek-V3's about 1 MiB
+GATHERED_TOKENS = 1 << 16  # whose vectors are brought to all ranks at once; those of a sequence at least
+SLICES = "slices"  # their place in ``AttentionInputs.plans``
+
+
 @dataclass(frozen=True, slots=True)
 class BlockSpread:
     """``rank``: whose blocks these are; ``block_size`` in tokens."""
@@ -46,6 +51,15 @@ class BlockSpread:
         packed = tables.new_zeros(len(tables), num_columns + 1).scatter_(1, columns, tables // size)
         lengths = (held * own).sum(1, dtype=torch.int32)
         return replace(inputs, seq_lens=lengths, block_tables=packed, plans={})
+
+    def slices(self, inputs: AttentionInputs) -> list[tuple[slice, AttentionInputs]]:
+        """``own_inputs`` in slices of ``ROWS_AT_ONCE`` rows, made once a step."""
+        if SLICES not in inputs.plans:
+            total = len(inputs.seq_lens)
+            slices = [slice(at, min(at + ROWS_AT_ONCE, total)) for at in range(0, total, ROWS_AT_ONCE)]
+            inputs.plans[SLICES] = [(rows, _of_rows(inputs, rows)) for rows in slices]
+        found: list[tuple[slice, AttentionInputs]] = inputs.plans[SLICES]
+        return found
 
     def queries(self, own: Tensor) -> Tensor:
         """[n, heads of this rank, D] -> [n, all heads, D]."""
@@ -81,3 +95,20 @@ class BlockSpread:
         own = blocks[owners == self.rank.number] // size
         given[: len(own)] = own
         return given, places
+
+    def step_bytes(self, num_heads: int, width: int, longest: int, itemsize: int) -> int:
+        """About what a step takes on a GPU for vectors that are brought there, and for rows of all heads'
+        queries and sums. ``num_heads``: of all ranks; ``width``: numbers of a vector; ``longest``: tokens of a
+        sequence."""
+        vectors = 3 * max(longest, GATHERED_TOKENS) * width * itemsize
+        return vectors + ROWS_AT_ONCE * num_heads * width * (4 * itemsize + 2 * 4)
+
+
+def _of_rows(inputs: AttentionInputs, rows: slice) -> AttentionInputs:
+    return replace(
+        inputs,
+        query_start_loc=inputs.query_start_loc[: rows.stop - rows.start + 1],
+        seq_lens=inputs.seq_lens[rows],
+        block_tables=inputs.block_tables[rows],
+        plans={},
+    )

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...kernels.interface import RopeInputs
+from ...kernels.interface import AttentionInputs, RopeInputs
 from ...kernels.reference import dequantize_int8, rotate
 from .latent_chunks import ExpandedQueries, LatentChunks
 from .latent_config import ATTENTION, LatentConfig
@@ -100,23 +100,34 @@ class LatentAttention:
         if len(q.absorbed):
             sums = self._sums(q.absorbed, pool, index, chunks.others)
             values[chunks.other_rows] = self._values_of(sums).view(-1, c.num_heads, c.value)
-        vectors = self._vectors(pool, index, chunks, q.whole.dtype)
-        if not chunks.expanded:
-            sums = self._kernels.paged_attention(
-                q.whole, vectors.view(len(vectors), 1, 1, 1, *vectors.shape[1:]), 0, chunks.attention
-            )
-            values[chunks.rows] = self._values_of(self._latent(sums)).view(-1, c.num_heads, c.value)
-            return self._o(values.flatten(1))
+        counts = [group.num_rows for group in chunks.groups]
+        for group, rows, whole in zip(
+            chunks.groups, torch.split(chunks.rows, counts), torch.split(q.whole, counts), strict=True
+        ):
+            vectors = self._vectors(pool, index, group.blocks, chunks.others.kv_scales, whole.dtype)
+            if chunks.expanded:
+                self._attend_expanded(whole, vectors, group.attention, rows, values)
+            else:
+                pool_of_them = vectors.view(len(vectors), 1, 1, 1, *vectors.shape[1:])
+                sums = self._latent(self._kernels.paged_attention(whole, pool_of_them, 0, group.attention))
+                values[rows] = self._values_of(sums).view(-1, c.num_heads, c.value)
+        return self._o(values.flatten(1))
+
+    def _attend_expanded(
+        self, q: Tensor, vectors: Tensor, inputs: AttentionInputs, rows: Tensor, values: Tensor
+    ) -> None:
+        """Of queries [n, H, E] over the blocks ``vectors`` [blocks, block_size, D]: the heads' values, written
+        to ``rows`` of ``values`` [T, H, value]."""
+        c = self._config
         latent, rotated = self._parts(vectors)
         latent = latent.flatten(0, 1).contiguous()
         head_bytes = 2 * vectors.shape[0] * vectors.shape[1] * c.expanded * vectors.itemsize
         at_once = max(1, EXPANDED_BYTES // head_bytes)
         for heads in torch.split(torch.arange(c.num_heads), at_once):
             expanded = self._expanded(latent, rotated, heads.tolist())
-            own = q.whole[:, heads[0] : heads[-1] + 1]
-            sums = self._kernels.paged_attention(own, expanded, 0, chunks.attention)
-            values[chunks.rows[:, None], heads] = sums.view(*own.shape)[..., : c.value]
-        return self._o(values.flatten(1))
+            own = q[:, heads[0] : heads[-1] + 1]
+            sums = self._kernels.paged_attention(own, expanded, 0, inputs)
+            values[rows[:, None], heads] = sums.view(*own.shape)[..., : c.value]
 
     def _expanded(self, latent: Tensor, rotated: Tensor, heads: list[int]) -> Tensor:
         """Latent vectors [blocks * block_size, R] and rotated keys [blocks, block_size, rotated] -> a pool of
@@ -138,9 +149,11 @@ class LatentAttention:
             return keys
         return keys.view(*shape[:-2], -1, group, shape[-1] // word, word).transpose(-3, -2).reshape(shape)
 
-    def _vectors(self, pool: Tensor, index: int, chunks: LatentChunks, dtype: torch.dtype) -> Tensor:
-        """The chunks' blocks of the cache, [blocks, block_size, D]."""
-        vectors, scales = pool[chunks.blocks, index, 0, 0], chunks.others.kv_scales
+    def _vectors(
+        self, pool: Tensor, index: int, blocks: Tensor, scales: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Blocks of the cache, [blocks, block_size, D]."""
+        vectors = pool[blocks, index, 0, 0]
         if self._spread is not None:
             vectors = self._spread.gathered(vectors)
         if pool.dtype == torch.int8:
@@ -171,8 +184,12 @@ class LatentAttention:
         """[T, H, D] -> [T, H, R]."""
         if self._spread is None:
             return self._latent(self._kernels.paged_attention(q, pool, index, inputs))
-        sums, lse = self._kernels.partial_attention(self._spread.queries(q), pool, index, inputs)
-        return self._spread.merged(self._latent(sums), lse)
+        merged = []
+        for rows, own in self._spread.slices(inputs):
+            queries = self._spread.queries(q[rows])
+            sums, lse = self._kernels.partial_attention(queries, pool, index, own)
+            merged.append(self._spread.merged(self._latent(sums), lse))
+        return merged[0] if len(merged) == 1 else torch.cat(merged)
 
     def _latent(self, x: Tensor) -> Tensor:
         """Sums over keys [T, heads D] -> [T, heads, R]."""

@@ -14,6 +14,7 @@ chunk always, one after a long context from 171 tokens on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,10 +22,24 @@ from torch import Tensor
 
 from ...kernels.interface import AttentionInputs
 from ..device import send_all
-from .block_spread import BlockSpread
+from .block_spread import GATHERED_TOKENS, BlockSpread
 from .latent_config import LatentConfig
 
 FEWEST_TOKENS = 32  # for fewer, calls cost more than FLOPs
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGroup:
+    """Chunks that are computed together.
+
+    num_rows   of their tokens, which lie one behind the other
+    blocks     int64: the pool's blocks that they read; see ``BlockSpread.placed``
+    attention  of their rows, in a pool of these blocks alone
+    """
+
+    num_rows: int
+    blocks: Tensor
+    attention: AttentionInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +47,37 @@ class LatentChunks:
     """The sequences of a step whose chunks are expanded, and the others.
 
     rows, other_rows  int64: their token rows
-    blocks            int64: the pool's blocks that the chunks read; see ``BlockSpread.placed``
-    attention         of ``rows``, in a pool of these blocks alone
+    groups            of ``rows``, in order
     others            of ``other_rows``, in the whole pool
     expanded          False: the chunks' sequences are absorbed, too
     """
 
     rows: Tensor
     other_rows: Tensor
-    blocks: Tensor
-    attention: AttentionInputs
+    groups: Sequence[ChunkGroup]
     others: AttentionInputs
     expanded: bool = True
 
     def sent_to(self, device: torch.device) -> LatentChunks:
         """In one copy; without ``others``."""
-        a, names = self.attention, ("query_start_loc", "seq_lens", "block_tables")
-        columns = {"rows": self.rows, "other_rows": self.other_rows, "blocks": self.blocks}
-        sent = send_all(columns | {name: getattr(a, name) for name in names}, device)
-        attention = replace(a, **{name: sent[name] for name in names})
-        return replace(self, attention=attention, **{name: sent[name] for name in columns})
+        columns = {"rows": self.rows, "other_rows": self.other_rows}
+        for i, group in enumerate(self.groups):
+            columns[f"{i} blocks"] = group.blocks
+            of = group.attention
+            columns |= {f"{i} starts": of.query_start_loc, f"{i} lengths": of.seq_lens}
+            columns[f"{i} tables"] = of.block_tables
+        sent = send_all(columns, device)
+        groups = [
+            ChunkGroup(
+                group.num_rows, sent[f"{i} blocks"],
+                replace(
+                    group.attention, query_start_loc=sent[f"{i} starts"], seq_lens=sent[f"{i} lengths"],
+                    block_tables=sent[f"{i} tables"],
+                ),
+            )
+            for i, group in enumerate(self.groups)
+        ]  # fmt: skip
+        return replace(self, rows=sent["rows"], other_rows=sent["other_rows"], groups=groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,33 +97,57 @@ def latent_chunks(
     spread: BlockSpread | None = None,
     expands: bool = True,
 ) -> LatentChunks | None:
-    """None: all sequences of the step are absorbed. The inputs are on the CPU. With ``spread`` all chunks of
-    many tokens are chosen; they are expanded if ``expands`` and that saves FLOPs of one."""
-    counts = inputs.query_start_loc.diff()
+    """None: all sequences of the step are absorbed. The inputs are on the CPU. With ``spread`` the chunks are
+    those whose vectors rather go to all ranks than their queries, and contexts are not read for each query;
+    they are expanded if ``expands`` and that saves FLOPs of one."""
+    counts, lengths = inputs.query_start_loc.diff(), inputs.seq_lens
     saving = torch.tensor(
         [
             count >= FEWEST_TOKENS and expanding_saves(config, count, length)
-            for count, length in zip(counts.tolist(), inputs.seq_lens.tolist(), strict=True)
+            for count, length in zip(counts.tolist(), lengths.tolist(), strict=True)
         ]
     )
-    chosen = saving if spread is None else counts >= FEWEST_TOKENS
+    chosen = saving
+    if spread is not None:
+        moves_less = (counts > 1) & (lengths <= 2 * config.num_heads * spread.rank.size * counts)
+        chosen = (counts >= FEWEST_TOKENS) | moves_less
     if not chosen.any():
         return None
     rows = chosen.repeat_interleave(counts)
+    groups = [chosen] if spread is None else _groups(chosen, lengths)
+    return LatentChunks(
+        rows.nonzero().flatten(), (~rows).nonzero().flatten(),
+        [_group(inputs, group, counts, block_size, spread) for group in groups],
+        _of(inputs, ~chosen, counts), expands and bool(saving.any()),
+    )  # fmt: skip
+
+
+def _groups(chosen: Tensor, lengths: Tensor) -> list[Tensor]:
+    """The chosen sequences in parts of ``GATHERED_TOKENS``, each bool [num_seqs]."""
+    groups, tokens = list[Tensor](), GATHERED_TOKENS
+    for i in chosen.nonzero().flatten().tolist():
+        tokens += (length := int(lengths[i]))
+        if tokens > GATHERED_TOKENS:
+            groups.append(torch.zeros_like(chosen))
+            tokens = length
+        groups[-1][i] = True
+    return groups
+
+
+def _group(
+    inputs: AttentionInputs, chosen: Tensor, counts: Tensor, block_size: int, spread: BlockSpread | None
+) -> ChunkGroup:
     tables = inputs.block_tables[chosen]
     num_blocks = -(-inputs.seq_lens[chosen] // block_size)
     used = torch.arange(tables.shape[1]) < num_blocks[:, None]
     blocks, places = torch.unique(tables[used].long(), return_inverse=True)
     if spread is not None:
-        blocks, of_block = spread.placed(blocks)
-        places = of_block[places]
+        blocks, place_of = spread.placed(blocks)
+        places = place_of[places]
     own = torch.zeros_like(tables)
     own[used] = places.int()
-    attention, others = _of(inputs, chosen, counts), _of(inputs, ~chosen, counts)
-    return LatentChunks(
-        rows.nonzero().flatten(), (~rows).nonzero().flatten(), blocks,
-        replace(attention, block_tables=own, kv_scales=None), others, expands and bool(saving.any()),
-    )  # fmt: skip
+    attention = replace(_of(inputs, chosen, counts), block_tables=own, kv_scales=None)
+    return ChunkGroup(int(counts[chosen].sum()), blocks, attention)
 
 
 def expanding_saves(config: LatentConfig, num_tokens: int, length: int) -> bool:
