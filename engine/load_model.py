@@ -22,6 +22,7 @@ from .cache.memory_claims import MemoryClaims
 from .device import available_bytes, free_host_bytes, select_device, select_dtype
 from .engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, gpu_room_of, wish_of
 from .errors import ModelConfigError, OutOfMemoryError
+from .model.block_spread import step_bytes
 from .model.config import ModelConfig
 from .model.expert_split import split_experts
 from .model.ranks import check_split, spreads_blocks
@@ -191,8 +192,9 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
             "fp8, int8 or int4, or start fewer workers here"
         )
     if device.type == "cuda":
-        room = gpu_room_of(engine, config, device, dtype, of_rank, tower, loaded=False)
         spread = spreads_blocks(config, ranks, settings.exact)
+        more = step_bytes(config, dtype.itemsize) if spread else 0
+        room = gpu_room_of(engine, config, device, dtype, of_rank, tower, loaded=False, more_step=more)
         room *= ranks if spread else min(ranks, config.num_kv_heads)  # a head may be on several GPUs
     else:
         room = host_room(

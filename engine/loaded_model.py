@@ -30,7 +30,7 @@ from .engine_config import (
 )
 from .errors import ModelConfigError, OutOfMemoryError
 from .model.adapters import RankAdapters
-from .model.block_spread import BlockSpread
+from .model.block_spread import BlockSpread, step_bytes
 from .model.config import ModelConfig
 from .model.decoder import DecoderModel
 from .model.expert_split import log_split, split_experts
@@ -39,7 +39,6 @@ from .model.model_folder import content_names
 from .model.ranks import ALONE, Rank, check_split, of_rank, spreads_blocks
 from .model.weight_sizes import weight_bytes
 from .model.weights import Checkpoint
-from .ranks.threads import ranks_of
 from .settings import WorkerSettings
 from .vision.config import VisionConfig, tower_of
 from .vision.tower import VisionTower
@@ -176,7 +175,7 @@ class LoadedModel:
                 self.kv_name += f", keys by {group}"
             self.kv_name += " mtp" * settings.mtp
             # no table of angles for more
-            longest = available_bytes(self.device) // layout.block_bytes * layout.block_size * self._num_shares
+            longest = available_bytes(self.device) * self._num_shares // layout.block_bytes * block_size
             weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0
             tower = self._tower if self._engine.computes_images else None
             weights += tower.num_bytes(self.dtype.itemsize) if on_cpu and tower is not None else 0
@@ -234,15 +233,8 @@ class LoadedModel:
 
     @property
     def num_blocks(self) -> int:
-        """Of all ranks."""
+        """The number of blocks that all ranks hold together."""
         return self.kv_cache.num_blocks * self._num_shares
-
-    def _spread_bytes(self) -> int:
-        """Bytes that a step takes because blocks are spread."""
-        latent, spread = self.config.latent, self.spread
-        if spread is None or latent is None:
-            return 0
-        return spread.step_bytes(latent.num_heads, latent.cached, self._model_len, self.dtype.itemsize)
 
     @property
     def own_layout(self) -> KVCacheLayout:
@@ -266,9 +258,8 @@ class LoadedModel:
                 used = torch.cuda.memory_reserved(self.device)
                 config = of_rank(self.config, self.rank)
                 tower = None if self.vision is None else self._tower
-                room = gpu_room_of(
-                    engine, config, self.device, self.dtype, used, tower, more_step=self._spread_bytes()
-                )
+                more = step_bytes(self.config, self.dtype.itemsize) if self.spread else 0
+                room = gpu_room_of(engine, config, self.device, self.dtype, used, tower, more_step=more)
             else:
                 room = host_room(
                     free=free_host_bytes(),
@@ -297,22 +288,6 @@ class LoadedModel:
                     )
                 self._claims.claim(weights, num_bytes)
         return size
-
-
-def load_ranks(engine: EngineConfig) -> list[LoadedModel]:
-    """The model of each rank, rank 0 first, KV caches of one size. Raises EngineError with what to do."""
-    settings = engine.settings
-    first, *others = ranks_of(select_device(settings.device), settings.tensor_parallel_size)
-    loaded = [LoadedModel(engine, first)]
-    loaded += (LoadedModel(engine, rank, loaded[0]) for rank in others)
-    sizes = [each.cache_size() for each in (loaded if loaded[0].device.type == "cuda" else loaded[:1])]
-    num_blocks, longest = (
-        min(of) for of in zip(*((s.num_blocks, s.max_model_len) for s in sizes), strict=True)
-    )
-    for each in loaded:
-        each.make_cache(num_blocks, longest, None if each is loaded[0] else loaded[0])
-    loaded[0].use_this_thread()
-    return loaded
 
 
 def _names(settings: WorkerSettings, config: ModelConfig) -> tuple[str, str]:

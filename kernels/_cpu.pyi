@@ -39,6 +39,7 @@ def attention(
     dtype: int,
     cache: int,
     kv_scales: int,
+    lse: int,
     /,
 ) -> None: ...
 def rope_and_store(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -88,6 +88,12 @@ class AttentionInputs:
     max_query_len: int | None = None
     sinks: Tensor | None = None
     plans: dict[int | str | None, Any] = field(default_factory=dict)
+
+    def of(self, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> AttentionInputs:
+        """Return these sequences' inputs, otherwise as these."""
+        return replace(
+            self, query_start_loc=query_start_loc, seq_lens=seq_lens, block_tables=block_tables, plans={}
+        )
 
 
 class Linear(Protocol):

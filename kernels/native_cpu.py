@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -170,8 +169,8 @@ class NativeCpuKernels:
             rope.slot_mapping.data_ptr(), address(rope.q_norm), address(rope.k_norm),
             rope.q_norm is not None and rope.q_norm.dim() == 2, rows,
             layers_in_memory(pool), layer, pool.shape[4], rope.num_heads, rope.num_kv_heads,
-            *heads_in_memory(pool), rope.head_dim, pool.shape[2], rope.norm_eps, *cache_codes(qkv.dtype, pool),
-            address(rope.kv_scales),
+            *heads_in_memory(pool), rope.head_dim, pool.shape[2], rope.norm_eps,
+            *cache_codes(qkv.dtype, pool), address(rope.kv_scales),
         )  # fmt: skip
         return qkv.narrow(1, 0, rope.num_heads * rope.head_dim).view(rows, rope.num_heads, rope.head_dim)
 
@@ -181,14 +180,11 @@ class NativeCpuKernels:
     def partial_attention(
         self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor]:
-        lse, empty = torch.empty(q.shape[:2]), inputs.seq_lens == 0
-        if not empty.any():
-            return self._attention(q, pool, layer, inputs, lse), lse
-        tables = torch.where(empty[:, None], 0, inputs.block_tables)  # the C++ needs a key: any will do
-        out = self._attention(
-            q, pool, layer, replace(inputs, seq_lens=inputs.seq_lens.clamp(min=1), block_tables=tables), lse
-        )
-        return out.masked_fill_(empty[:, None], 0.0), lse.masked_fill_(empty[:, None], -torch.inf)
+        lse, empty = torch.empty(q.shape[:2]), (inputs.seq_lens == 0)[:, None]
+        tables = inputs.block_tables.masked_fill(empty, 0)  # the C++ needs a key: any will do
+        at_least_one = inputs.of(inputs.query_start_loc, inputs.seq_lens.clamp(min=1), tables)
+        out = self._attention(q, pool, layer, at_least_one, lse)
+        return out.masked_fill_(empty, 0.0), lse.masked_fill_(empty, -torch.inf)
 
     def _attention(
         self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs, lse: Tensor | None

@@ -78,5 +78,6 @@ def _arguments(pool: Tensor, place: StatePlace, shape: StateShape, inputs: State
     return (
         pool.data_ptr(), inputs.query_start_loc.data_ptr(), inputs.tables.data_ptr(),
         inputs.source.data_ptr(), inputs.marks.data_ptr(), num_seqs, table_stride, place.offset,
-        layers_in_memory(pool), place.layer, pool.shape[2], pool.shape[3], *heads_in_memory(pool), run_bytes // 4,
+        layers_in_memory(pool), place.layer, pool.shape[2], pool.shape[3], *heads_in_memory(pool),
+        run_bytes // 4,
     )  # fmt: skip

@@ -201,8 +201,7 @@ class TorchKernels:
         for i, length in enumerate(inputs.seq_lens.tolist()):
             if length:
                 keys = self._keys_and_values(q, pool, layer, inputs, inputs.block_tables[i], length)[0]
-                scores = torch.einsum("hd,khd->hk", q[i].float(), keys.float().expand(-1, q.shape[1], -1))
-                lse[i] = (scores * inputs.scale).logsumexp(-1)
+                lse[i] = (q[i].float() @ keys[:, 0].float().t() * inputs.scale).logsumexp(-1)
         return self.paged_attention(q, pool, layer, inputs).masked_fill(empty[:, None], 0.0), lse
 
     delta_net, short_conv = staticmethod(delta_net), staticmethod(short_conv)

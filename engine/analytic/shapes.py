@@ -19,7 +19,8 @@ class Shape:
     the output head; ``pair_flops``: FLOPs of a layer's attention for a pair of a new token and one that it
     attends to; ``token_kv``: elements that a token leaves in a layer's KV cache, on ``kv_heads`` shards at
     most; ``attended``: share of the layers that attend to all tokens, without a window; ``expert_bits``: bits
-    of an expert's weight, 0 where they are as the others."""
+    of an expert's weight, 0 where they are as the others; ``exchanges``: between ranks in a layer, beside the
+    two sums."""
 
     layers: int
     hidden: int
@@ -35,6 +36,7 @@ class Shape:
     attended: float
     max_model_len: int
     expert_bits: float = 0.0
+    exchanges: int = 0
 
     @property
     def weights(self) -> float:
@@ -94,6 +96,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         attended=attended,
         max_model_len=config.get("max_position_embeddings", 4096),
         expert_bits=bits,
+        exchanges=2 if config.get("kv_lora_rank") else 0,  # queries, and what they found on each rank
     )
 
 
@@ -106,7 +109,7 @@ def _attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[floa
         queries = heads * (nope + rope)
         weights = hidden * query + query * queries if query else hidden * queries
         weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-        return weights, 2 * heads * (nope + rope + value), latent + rope, 1
+        return weights, 2 * heads * (nope + rope + value), latent + rope, heads
     kv_heads = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or hidden // heads
     return 2 * hidden * (heads + kv_heads) * size, 4 * heads * size, 2 * kv_heads * size, kv_heads

@@ -1,8 +1,9 @@
 """The KV pools of a worker's GPUs as one pool of logical blocks: [num_layers, planes, num_kv_heads, ...],
 whatever the number of GPUs. Workers of different numbers exchange blocks and compare their checksums.
 
-Each GPU holds some heads of every block, or some blocks, in a pool of its own. All work goes to a stream of each GPU's,
-beside the step that is running: see ``DeviceBlocks``. What is packed or summed is gathered on the first GPU.
+Each GPU holds some heads of every block, or some blocks, in a pool of its own. All work goes to a stream of
+each GPU's, beside the step that is running: see ``DeviceBlocks``. What is packed or summed is gathered on the
+first GPU.
 """
 
 from __future__ import annotations

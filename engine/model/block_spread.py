@@ -1,9 +1,9 @@
 """KV blocks of latent attention spread over a worker's ranks (decode context parallelism, as vLLM calls it):
-block b of the worker lies on rank b % size alone, at place b // size there. All heads share a token's vector:
-N ranks hold N times the tokens that each would hold if all had every vector.
+block b of the worker lies on rank b % size alone, at place b // size there. All heads share a token's vector,
+so N ranks hold N times the tokens that they would if each had every vector.
 
-A decode row's queries of all heads go to all ranks. Each attends over its own blocks of the sequence, and each
-gets of the others what its heads' sums are there (Dao et al., Flash-Decoding, 2023):
+A decode row's queries of all heads go to all ranks. Each attends over its own blocks of the sequence, and
+each gets of the others what its heads' sums are there (Dao et al., Flash-Decoding, 2023):
 
     lse = log sum_r exp(lse_r)      sum = sum_r exp(lse_r - lse) sum_r      in float32, in the order of ranks
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.interface import AttentionInputs
+from .config import ModelConfig
 from .ranks import Rank
-
 
 ROWS_AT_ONCE = 256  # a row's queries and sums of all heads take memory: DeepSeek-V3's about 1 MiB
 GATHERED_TOKENS = 1 << 16  # whose vectors are brought to all ranks at once; those of a sequence at least
@@ -40,8 +40,8 @@ class BlockSpread:
         return torch.where(own, blocks // self.rank.size * self.block_size + slots % self.block_size, -1)
 
     def own_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The blocks that this rank has of sequences with one query each, in their order: a last block that is
-        not full stays the last. Recorded with graphs."""
+        """The blocks that this rank has of sequences with one query each, in their order: a last block that
+        is not full stays the last. Graphs record this."""
         tables, size = inputs.block_tables, self.rank.size
         num_columns = tables.shape[1]
         starts = torch.arange(num_columns, dtype=torch.int32, device=tables.device) * self.block_size
@@ -55,9 +55,13 @@ class BlockSpread:
     def slices(self, inputs: AttentionInputs) -> list[tuple[slice, AttentionInputs]]:
         """``own_inputs`` in slices of ``ROWS_AT_ONCE`` rows, made once a step."""
         if SLICES not in inputs.plans:
-            total = len(inputs.seq_lens)
+            starts, lengths, tables = inputs.query_start_loc, inputs.seq_lens, inputs.block_tables
+            total = len(lengths)
             slices = [slice(at, min(at + ROWS_AT_ONCE, total)) for at in range(0, total, ROWS_AT_ONCE)]
-            inputs.plans[SLICES] = [(rows, _of_rows(inputs, rows)) for rows in slices]
+            inputs.plans[SLICES] = [
+                (rows, inputs.of(starts[: rows.stop - rows.start + 1], lengths[rows], tables[rows]))
+                for rows in slices
+            ]
         found: list[tuple[slice, AttentionInputs]] = inputs.plans[SLICES]
         return found
 
@@ -67,8 +71,8 @@ class BlockSpread:
         return self.rank.joined(own.flatten(1), self.rank.size * heads * width).view(n, -1, width)
 
     def merged(self, sums: Tensor, lse: Tensor) -> Tensor:
-        """Sums over this rank's blocks [n, all heads, R], and their log-sum-exps float32 [n, all heads] -> over
-        all blocks [n, heads of this rank, R]. A row without any key is 0."""
+        """Sums over this rank's blocks [n, all heads, R], and their log-sum-exps float32 [n, all heads] ->
+        over all blocks [n, heads of this rank, R]. A row without any key is 0."""
         n, _, width = sums.shape
         packed = torch.cat((sums, lse[..., None].view(sums.dtype)), dim=-1)
         given = self.rank.exchanged(packed.view(n, self.rank.size, -1, packed.shape[2]).transpose(0, 1))
@@ -84,8 +88,8 @@ class BlockSpread:
         )
 
     def placed(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Distinct blocks of the worker's pool, int64 [n] -> the blocks that this rank gives to ``gathered`` so
-        that all have them, and where each of ``blocks`` then is."""
+        """Distinct blocks of the worker's pool, int64 [n] -> the blocks that this rank gives to ``gathered``
+        so that all have them, and where each of ``blocks`` then is."""
         owners, size = blocks % self.rank.size, self.rank.size
         counts = torch.bincount(owners, minlength=size)
         most, places = int(counts.max()), torch.empty_like(blocks)
@@ -96,19 +100,11 @@ class BlockSpread:
         given[: len(own)] = own
         return given, places
 
-    def step_bytes(self, num_heads: int, width: int, longest: int, itemsize: int) -> int:
-        """About what a step takes on a GPU for vectors that are brought there, and for rows of all heads'
-        queries and sums. ``num_heads``: of all ranks; ``width``: numbers of a vector; ``longest``: tokens of a
-        sequence."""
-        vectors = 3 * max(longest, GATHERED_TOKENS) * width * itemsize
-        return vectors + ROWS_AT_ONCE * num_heads * width * (4 * itemsize + 2 * 4)
 
-
-def _of_rows(inputs: AttentionInputs, rows: slice) -> AttentionInputs:
-    return replace(
-        inputs,
-        query_start_loc=inputs.query_start_loc[: rows.stop - rows.start + 1],
-        seq_lens=inputs.seq_lens[rows],
-        block_tables=inputs.block_tables[rows],
-        plans={},
-    )
+def step_bytes(config: ModelConfig, itemsize: int) -> int:
+    """About what a step takes on a GPU for vectors that are brought there, and for rows of all heads' queries
+    and sums. ``config``: of all ranks."""
+    assert config.latent is not None
+    vectors = 3 * max(config.max_model_len, GATHERED_TOKENS) * itemsize
+    rows = ROWS_AT_ONCE * config.latent.num_heads * (4 * itemsize + 2 * 4)
+    return (vectors + rows) * config.latent.cached

@@ -134,12 +134,11 @@ class DecoderModel:
         if on_layer is not None:
             on_layer(0)
         inputs, last = self.inputs(metadata), len(self._layers) - 1
-        if self._spread is not None:
-            inputs = self._spread_inputs(self._spread, inputs, metadata)
+        if self._spread is not None and metadata.on_host is not None:
+            inputs = self._spread_inputs(self._spread, inputs, metadata, *metadata.on_host)
         elif self._expands is not None and len(token_ids) >= FEWEST_TOKENS:
             inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
-        every_layer = self.prediction is not None or self._spread is not None
-        if rows is None and inputs.chunks is not None and every_layer:
+        if rows is None and inputs.chunks is not None and (self.prediction or self._spread):
             hidden = self.run_layers(0, last + 1, None, residual, inputs, pool, on_layer, images)
             assert hidden is not None
             return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
@@ -196,19 +195,14 @@ class DecoderModel:
         )  # fmt: skip
 
     def _spread_inputs(
-        self, spread: BlockSpread, inputs: StepInputs, metadata: AttentionMetadata
+        self, spread: BlockSpread, inputs: StepInputs, metadata: AttentionMetadata, *on_host: Tensor
     ) -> StepInputs:
-        """``inputs`` of ``metadata``, whose sequences may have several tokens, each over this rank's blocks."""
-        if metadata.on_host is None:
-            return inputs
+        """``inputs`` of ``metadata``, where sequences have several tokens: those that are no chunk are a row
+        each, over this rank's blocks."""
         assert self._config.latent is not None
-        starts, lengths, tables = metadata.on_host
-        on_host = replace(
-            inputs.attention, query_start_loc=starts, seq_lens=lengths, block_tables=tables, plans={}
-        )
-        expands = self._expands is not None
-        chunks = latent_chunks(self._config.latent, on_host, spread.block_size, spread, expands)
-        device = metadata.positions.device
+        device, expands = metadata.positions.device, self._expands is not None
+        whole = inputs.attention.of(*on_host)
+        chunks = latent_chunks(self._config.latent, whole, spread.block_size, spread, expands)
         if chunks is None:
             rows = torch.arange(len(metadata.positions), device=device)
             return inputs._replace(attention=self.inputs(metadata.of_rows(rows)).attention)

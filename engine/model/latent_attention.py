@@ -116,7 +116,7 @@ class LatentAttention:
     def _attend_expanded(
         self, q: Tensor, vectors: Tensor, inputs: AttentionInputs, rows: Tensor, values: Tensor
     ) -> None:
-        """Of queries [n, H, E] over the blocks ``vectors`` [blocks, block_size, D]: the heads' values, written
+        """Write the heads' values of queries [n, H, E], over the blocks ``vectors`` [blocks, block_size, D],
         to ``rows`` of ``values`` [T, H, value]."""
         c = self._config
         latent, rotated = self._parts(vectors)

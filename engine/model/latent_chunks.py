@@ -70,10 +70,7 @@ class LatentChunks:
         groups = [
             ChunkGroup(
                 group.num_rows, sent[f"{i} blocks"],
-                replace(
-                    group.attention, query_start_loc=sent[f"{i} starts"], seq_lens=sent[f"{i} lengths"],
-                    block_tables=sent[f"{i} tables"],
-                ),
+                group.attention.of(*(sent[f"{i} {name}"] for name in ("starts", "lengths", "tables"))),
             )
             for i, group in enumerate(self.groups)
         ]  # fmt: skip
@@ -82,8 +79,8 @@ class LatentChunks:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedQueries:
-    """``whole`` [rows, num_heads, plain + rotated]: of the chunks, or absorbed as they are; ``absorbed`` [other
-    rows, num_heads, cached]."""
+    """``whole`` [rows, num_heads, plain + rotated]: of the chunks, absorbed where these are; ``absorbed``
+    [other rows, num_heads, cached]."""
 
     whole: Tensor
     absorbed: Tensor
@@ -160,7 +157,4 @@ def expanding_saves(config: LatentConfig, num_tokens: int, length: int) -> bool:
 def _of(inputs: AttentionInputs, chosen: Tensor, counts: Tensor) -> AttentionInputs:
     """The chosen sequences of ``inputs``."""
     starts = torch.nn.functional.pad(counts[chosen].cumsum(0), (1, 0)).int()
-    return replace(
-        inputs, query_start_loc=starts, seq_lens=inputs.seq_lens[chosen],
-        block_tables=inputs.block_tables[chosen].contiguous(), plans={},
-    )  # fmt: skip
+    return inputs.of(starts, inputs.seq_lens[chosen], inputs.block_tables[chosen].contiguous())

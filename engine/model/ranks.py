@@ -6,8 +6,8 @@ whole experts (``expert_split.py``). The output
 projection and the last product of an MLP have a part of their inputs on each rank, and are summed over ranks.
 In exact mode they have a part of their outputs instead, and all inputs are brought to all ranks: no sum is
 split, so that every number of ranks gives the same bits (experts excepted). Norms, routers, the table of
-embeddings are every rank's own; so are latent vectors in exact mode. Otherwise these are spread over ranks, block
-by block (``block_spread.py``).
+embeddings are every rank's own; so are latent vectors in exact mode. Otherwise these are spread over ranks,
+block by block (``block_spread.py``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Rank:
         return part
 
     def exchanged(self, parts: Tensor) -> Tensor:
-        """``parts`` [size, ...]: one for each rank. Return [size, ...], the part that each has for this one."""
+        """``parts`` [size, ...]: one for each rank. Return [size, ...]: the part of each for this one."""
         return parts
 
     def shared(self, tokens: Tensor | None, count: int) -> Tensor:

@@ -43,7 +43,8 @@ class Communicators:
         self._call(name, *arguments, *self._place(rank))
 
     def exchange(self, rank: int, sent: Tensor, received: Tensor) -> None:
-        """Send part i of ``sent`` to each other rank i, and receive its for this one. Raises RankFailedError."""
+        """Send part i of ``sent`` to each other rank i, and receive its for this one. Raises
+        RankFailedError."""
         place, count, kind = self._place(rank), ctypes.c_size_t(sent[0].numel()), DTYPES[sent.dtype]
         self._call("ncclGroupStart")
         for other in range(len(self._handles)):

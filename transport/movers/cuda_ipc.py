@@ -26,7 +26,7 @@ PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long a
 CLOSE_S, LOOK_S = 5.0, 0.001
 _ADDRESS = struct.Struct(f"<{HANDLE_BYTES}sQi")  # of a pool on one GPU: handle, offset in it, process id
 _SHARDED = struct.Struct("<iHH")  # on several: process id, planes, heads (0, 0: spread); then for each GPU
-_SHARD = struct.Struct(f"<{HANDLE_BYTES}sQHH")  # handle, offset in it, first head, number of heads; if spread 0, 1
+_SHARD = struct.Struct(f"<{HANDLE_BYTES}sQHH")  # handle, offset in it, first head, number of heads
 _Shared: TypeAlias = tuple[bytes, int, range]
 """What a peer's GPU shares: handle, offset and heads."""
 
@@ -50,8 +50,8 @@ class CudaIpcTarget(OneSidedTarget):
 
 
 def _parsed(address: bytes, own: DevicePool) -> tuple[int, Sequence[int], int, list[_Shared]]:
-    """Return the peer's process id, and its pool's ``rows``, ``spread`` and parts. Raises MoverError where its
-    blocks cannot be like those of ``own``."""
+    """Return the peer's process id, and its pool's ``rows``, ``spread`` and parts. Raises MoverError where
+    its blocks cannot be like those of ``own``."""
     if len(address) == _ADDRESS.size:
         handle, offset, pid = _ADDRESS.unpack(address)
         return pid, own.rows, 1, [(handle, offset, range(own.rows[1]))]
@@ -125,12 +125,11 @@ class CudaIpcSource(BackgroundSource):
         self._process.check()
         mine, theirs = self._own_spread, self._spread
         for cuda, stream, _, source, target, width, of, to in self._lanes:
+            both = found
             if mine > 1 or theirs > 1:
                 own = [(i, a // mine, b // theirs) for i, a, b in items if (a % mine, b % theirs) == (of, to)]
-                found_here = runs(own, layers, shape, self._num_blocks, 0, 0)
-            else:
-                found_here = found
-            for rows in found_here:
+                both = runs(own, layers, shape, self._num_blocks, 0, 0)
+            for rows in both:
                 cuda.copy(target.row(rows.target), source.row(rows.source), width, rows.num_bytes, stream)
         num_bytes = sum(rows.num_bytes for rows in found) * self._shape[2] // self._planes
         self._begin(lease, items, self._record(), PUT_S + num_bytes / SLOWEST_BYTES_PER_S)
@@ -180,7 +179,10 @@ class CudaIpcSource(BackgroundSource):
                     source = pointer + (both.start - own.start) * head_bytes
                     target = mapped + offset + (both.start - theirs.start) * head_bytes
                     columns = Column(source, len(own) * head_bytes), Column(target, len(theirs) * head_bytes)
-                    self._lanes.append(_Lane(cuda, stream, mapped, *columns, len(both) * head_bytes, of, to % self._spread))
+                    numbers = of, to % self._spread
+                    self._lanes.append(
+                        _Lane(cuda, stream, mapped, *columns, len(both) * head_bytes, *numbers)
+                    )
 
     def _record(self) -> list[tuple[CudaRuntime, Any]]:
         return [(cuda, cuda.record(stream)) for cuda, stream in self._streams]

@@ -1,4 +1,4 @@
-"""KV blocks of latent attention lie on one rank each: what the ranks compute together is what one computes."""
+"""KV blocks of latent attention lie on one rank each: ranks compute together what one computes alone."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def kernels_of(name: str) -> Kernels:
 def test_merged_sums_are_those_of_one_rank(
     kernels: str, dtype: torch.dtype, error: float, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of rows whose blocks lie on all ranks, on one, on none but that of a last block of one token; and of a
-    row of padding. Blocks of no sequence, and behind a sequence's end, hold NaN; each rank sees its own."""
+    """The rows' blocks lie on all ranks or on some; the last row is padding. Blocks of no sequence, and
+    places behind a sequence's end, hold NaN."""
     monkeypatch.setattr(block_spread, "ROWS_AT_ONCE", 3)
     tables = [[3, 5, 0, 8, 6], [4, 12, 0, 0, 0], [7, 8, 0, 0, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0]]
     lengths, num_heads, width = [37, 16, 9, 3, 0], 8, 24
@@ -109,7 +109,7 @@ def test_slots_are_written_by_the_owner_of_their_block() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("chunk", [75, 40, 7])
 def test_logits_are_those_of_transformers(size: int, chunk: int, tmp_path: Path) -> None:
-    """Of every prompt token, in one chunk or several, beside a decode row."""
+    """A prompt runs in one chunk or several, beside a decode row."""
     reference, prompt = make_checkpoint(tmp_path, "deepseek3"), random_tokens(75, seed=11)
     runner = make_runner(tmp_path, size)
     beside = prefill(runner, random_tokens(33, seed=12), 33, first_block=20)
@@ -131,7 +131,7 @@ def test_logits_are_those_of_transformers(size: int, chunk: int, tmp_path: Path)
 
 
 def test_in_slices_and_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that share a step, and of contexts that are brought to all ranks."""
+    """Rows share a step in slices; contexts are brought to all ranks in groups."""
     monkeypatch.setattr(block_spread, "ROWS_AT_ONCE", 2)
     monkeypatch.setattr(latent_chunks, "GATHERED_TOKENS", 50)
     make_checkpoint(tmp_path, "deepseek2")
@@ -144,7 +144,8 @@ def test_in_slices_and_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             HandSequence(random_tokens(sum(of), seed=i), [blocks.pop() for _ in range(-(-sum(of) // 16))])
             for i, of in enumerate(lengths)
         ]
-        runner.execute(make_batch([(s, of[0]) for s, of in zip(sequences, lengths, strict=True) if of[0]], 16))
+        before = [(s, of[0]) for s, of in zip(sequences, lengths, strict=True) if of[0]]
+        runner.execute(make_batch(before, 16))
         for s, of in zip(sequences, lengths, strict=True):
             s.num_computed = of[0]
         whole = [(s, of[1]) for s, of in zip(sequences, lengths, strict=True)]
@@ -188,7 +189,8 @@ def test_a_worker_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     make_checkpoint(tmp_path, "deepseek2", num_hidden_layers=2)
     with monkeypatch.context() as patched:
         patched.setattr(loaded_model, "select_kernels", lambda *_, **__: TorchKernels())
-        alone = ModelRunner(engine_config(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40))
+        whole = engine_config(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=40)
+        alone = ModelRunner(whole)
         expected, _ = generate(alone)
     with on_played_gpu(monkeypatch) as gpu:
         nccl = played_gpus(monkeypatch, 2)

@@ -34,7 +34,8 @@ ALL_DEGREES = [*itertools.product((1, 2, 4), repeat=2)]
 KINDS = [(2, 4, False), (2, 2, False), (1, 1, False), (1, 1, True)]
 """Planes and KV heads: as many as GPUs, fewer, and latent attention, whose blocks may be spread."""
 PAIRS = pytest.mark.parametrize(
-    ("planes", "heads", "spread", "of", "to"), [(*kind, *degrees) for kind in KINDS for degrees in ALL_DEGREES]
+    ("planes", "heads", "spread", "of", "to"),
+    [(*kind, *degrees) for kind in KINDS for degrees in ALL_DEGREES],
 )
 
 
@@ -110,7 +111,7 @@ def test_by_cuda_ipc(gpu: PlayedGpu, planes: int, heads: int, spread: bool, of: 
         copies = 6 * num_lanes(heads, of, to)
         assert host.num_copies == copies, "one for each run of blocks, and pair of GPUs"
     elif of > 1 or to > 1:
-        assert host.num_copies == 7, "one for each block, but two in turn that its owner has side by side: none"
+        assert host.num_copies == 7, "one a block and put: none lie side by side on both workers"
 
 
 def num_lanes(heads: int, of: int, to: int) -> int:
