@@ -45,6 +45,8 @@ def load_ranks(engine: EngineConfig) -> list[LoadedModel]:
     num_blocks, longest = (
         min(of) for of in zip(*((s.num_blocks, s.max_model_len) for s in sizes), strict=True)
     )
+    if loaded[0].spread is not None:
+        num_blocks = max(num_blocks, len(loaded))  # each has one
     for each in loaded:
         each.make_cache(num_blocks, longest, None if each is loaded[0] else loaded[0])
     loaded[0].use_this_thread()

@@ -1,5 +1,5 @@
-"""Workers of one rank and of two, among which the KV blocks of latent attention are spread: blocks go both ways,
-and what is generated is what transformers would choose, also after a worker's death."""
+"""Workers of one rank and of two, over which the KV blocks of latent attention are spread: blocks go both
+ways, and what is generated is what transformers would choose, also after a worker's death."""
 
 from __future__ import annotations
 
