@@ -34,9 +34,10 @@ class BlockSpread:
     block_size: int
 
     def own_slots(self, slots: Tensor) -> Tensor:
-        """Slots of the worker's pool, int64 [num_tokens], in this rank's; -1: on another rank."""
+        """Slots of the worker's pool, int64 [num_tokens], in this rank's; -1: on another rank, or padding as
+        before."""
         blocks = slots // self.block_size
-        own = (slots >= 0) & (blocks % self.rank.size == self.rank.number)
+        own = blocks % self.rank.size == self.rank.number
         return torch.where(own, blocks // self.rank.size * self.block_size + slots % self.block_size, -1)
 
     def own_inputs(self, inputs: AttentionInputs) -> AttentionInputs:

@@ -134,6 +134,8 @@ def test_in_slices_and_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Rows share a step in slices; contexts are brought to all ranks in groups."""
     monkeypatch.setattr(block_spread, "ROWS_AT_ONCE", 2)
     monkeypatch.setattr(latent_chunks, "GATHERED_TOKENS", 50)
+    groups = latent_chunks._groups(torch.tensor([1, 0, 1, 1]).bool(), torch.tensor([30, 9, 30, 10]))
+    assert [group.tolist() for group in groups] == [[1, 0, 0, 0], [0, 0, 1, 1]]
     make_checkpoint(tmp_path, "deepseek2")
     found = []
     for size in (1, 2):
