@@ -99,9 +99,10 @@ def gpu_room_of(
     used: int,
     tower: VisionConfig | None,
     loaded: bool = True,
+    more_step: int = 0,
 ) -> int:
     """Bytes for a KV cache on this GPU, where the worker has taken ``used`` bytes so far; not ``loaded``:
-    where it will have."""
+    where it will have. ``more_step``: bytes that a step takes beside those of every model's."""
     free, total = torch.cuda.mem_get_info(device)
     step = step_bytes(
         hidden_size=config.hidden_size,
@@ -111,6 +112,7 @@ def gpu_room_of(
         num_seqs=max(engine.max_decode_seqs, 1),
         itemsize=dtype.itemsize,
     )
+    step += more_step
     if tower is not None:  # it runs before the step's layers
         step = max(step, tower.step_bytes(dtype.itemsize))
     free = free if loaded else free - used

@@ -22,9 +22,10 @@ from .cache.memory_claims import MemoryClaims
 from .device import available_bytes, free_host_bytes, select_device, select_dtype
 from .engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, gpu_room_of, wish_of
 from .errors import ModelConfigError, OutOfMemoryError
+from .model.block_spread import step_bytes
 from .model.config import ModelConfig
 from .model.expert_split import split_experts
-from .model.ranks import check_split
+from .model.ranks import check_split, spreads_blocks
 from .model.tensors import expected_tensors, ignored_tensors
 from .model.weight_sizes import uneven_bytes, weight_bytes
 from .model.weights import Checkpoint
@@ -96,9 +97,9 @@ def _computing_model(
     _log.info("%s in %s on %s, ready in %s", settings.model, loaded.dtype, loaded.device, loaded.phases)
     _log.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB",
-        cache.num_blocks,
+        loaded.num_blocks,
         cache.layout.block_size,
-        cache.num_blocks * loaded.layout.block_bytes / 2**30,
+        loaded.num_blocks * loaded.layout.block_bytes / 2**30,
     )
     return WorkerModel(
         runner=runner,
@@ -137,7 +138,8 @@ def _device_blocks(ranks: Sequence[LoadedModel]) -> DeviceBlocks | ShardedBlocks
         blocks = DeviceBlocks(pool.view(torch.uint8).view(*pool.shape[:2], -1))
     else:
         heads = [range(each.own_heads.start, each.own_heads.stop) for each in ranks]
-        blocks = ShardedBlocks([each.pool for each in ranks], heads, ranks[0].layout.num_kv_heads)
+        spread = ranks[0].spread is not None
+        blocks = ShardedBlocks([each.pool for each in ranks], heads, ranks[0].layout.num_kv_heads, spread)
     blocks.warm_up()
     return blocks
 
@@ -190,8 +192,10 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
             "fp8, int8 or int4, or start fewer workers here"
         )
     if device.type == "cuda":
-        room = gpu_room_of(engine, config, device, dtype, of_rank, tower, loaded=False)
-        room *= min(ranks, config.num_kv_heads)  # a head may be on several GPUs
+        spread = spreads_blocks(config, ranks, settings.exact)
+        more = step_bytes(config, dtype.itemsize) if spread else 0
+        room = gpu_room_of(engine, config, device, dtype, of_rank, tower, loaded=False, more_step=more)
+        room *= ranks if spread else min(ranks, config.num_kv_heads)  # a head may be on several GPUs
     else:
         room = host_room(
             free=free_host_bytes() - weights,

@@ -30,15 +30,15 @@ from .engine_config import (
 )
 from .errors import ModelConfigError, OutOfMemoryError
 from .model.adapters import RankAdapters
+from .model.block_spread import BlockSpread, step_bytes
 from .model.config import ModelConfig
 from .model.decoder import DecoderModel
 from .model.expert_split import log_split, split_experts
 from .model.layers import LayerLoader
 from .model.model_folder import content_names
-from .model.ranks import ALONE, Rank, check_split, of_rank
+from .model.ranks import ALONE, Rank, check_split, of_rank, spreads_blocks
 from .model.weight_sizes import weight_bytes
 from .model.weights import Checkpoint
-from .ranks.threads import ranks_of
 from .settings import WorkerSettings
 from .vision.config import VisionConfig, tower_of
 from .vision.tower import VisionTower
@@ -58,10 +58,11 @@ class LoadedModel:
     some, which another worker may have computed.
 
     ``layout``: of a whole block. On a CPU all ranks write to the one pool of such blocks; on GPUs each has a
-    pool of its own heads. ``pool``: what this rank computes with."""
+    pool of its own heads, or of its own blocks (``spread``). ``pool``: what this rank computes with."""
 
     adapters: RankAdapters | None = None
     vision: VisionTower | None = None  # None: no images are computed here
+    spread: BlockSpread | None = None  # None: each rank has a part of every block
 
     def __init__(self, engine: EngineConfig, rank: Rank = ALONE, first: LoadedModel | None = None) -> None:
         """``first``: of rank 0, for the others. Raises EngineError with what to do."""
@@ -95,6 +96,8 @@ class LoadedModel:
             kept = kept_files(settings.model, weights_name, settings.dtype, settings.exact, part=part)
         packed = PackedWeights(kept, min(threads.loading, PACKING_THREADS))
         block_size = settings.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
+        if spreads_blocks(config, rank.size, settings.exact):
+            self.spread = BlockSpread(rank, block_size)
         self.kernels = self._select_kernels(settings, threads, block_size, packed)
         mixture = config.mixture if config.mixture is not None and any(config.mixture.layers) else None
         sums, whole = mixture is not None, mixture is not None and mixture.whole_experts
@@ -173,7 +176,7 @@ class LoadedModel:
             self.kv_name += " mtp" * settings.mtp
             self.kv_name += ", spread states" * self.config.spreads_states
             # no table of angles for more
-            longest = available_bytes(self.device) // layout.block_bytes * layout.block_size
+            longest = available_bytes(self.device) * self._num_shares // layout.block_bytes * block_size
             weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0
             tower = self._tower if self._engine.computes_images else None
             weights += tower.num_bytes(self.dtype.itemsize) if on_cpu and tower is not None else 0
@@ -193,6 +196,7 @@ class LoadedModel:
                 settings.exact,
                 self.rank,
                 self.adapters,
+                self.spread,
             )
             most, fp8_cache = min(model_len, max(longest, 1)), settings.kv_dtype == "fp8"
             self.decoder = loaded_on(self.device, lambda: DecoderModel(self.config, load, most, fp8_cache))
@@ -210,7 +214,7 @@ class LoadedModel:
                 max_model_len, self._model_len, num_blocks * layout.block_bytes / 2**30
             )  # fmt: skip
         if self.device.type != "cpu":
-            self.kv_cache = KVCache(self.own_layout, num_blocks, self.device)
+            self.kv_cache = KVCache(self.own_layout, -(-num_blocks // self._num_shares), self.device)
             self.pool = self.kv_cache.pool
         else:
             allocate = self._engine.pool_allocator
@@ -219,8 +223,19 @@ class LoadedModel:
             )
             if allocate is not None and first is None:
                 self._claims.committed(self.kv_cache.num_bytes)
-            self.pool = self.kv_cache.pool[:, :, :, heads]
+            blocks = slice(None) if self.spread is None else slice(self.rank.number, None, self.rank.size)
+            self.pool = self.kv_cache.pool[blocks, :, :, heads]
         self.phases.done("KV cache")
+
+    @property
+    def _num_shares(self) -> int:
+        """How many GPUs share out the blocks, each in a pool of its own."""
+        return 1 if self.spread is None or self.device.type == "cpu" else self.rank.size
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that all ranks hold together."""
+        return self.kv_cache.num_blocks * self._num_shares
 
     @property
     def own_layout(self) -> KVCacheLayout:
@@ -232,7 +247,8 @@ class LoadedModel:
         OutOfMemoryError."""
         engine, weights = self._engine, self._weight_bytes
         wish = wish_of(engine, self.layout, self.config.max_model_len, self.device)
-        if self.device.type != "cpu":
+        shares = self._num_shares
+        if self.device.type != "cpu" and shares == 1:
             part = None if wish.num_bytes is None else wish.num_bytes // self.rank.size
             wish = replace(wish, block_bytes=self.own_layout.block_bytes, num_bytes=part)
         with self._claims.turn() as others:
@@ -243,7 +259,8 @@ class LoadedModel:
                 used = torch.cuda.memory_reserved(self.device)
                 config = of_rank(self.config, self.rank)
                 tower = None if self.vision is None else self._tower
-                room = gpu_room_of(engine, config, self.device, self.dtype, used, tower)
+                more = step_bytes(self.config, self.dtype.itemsize) if self.spread else 0
+                room = gpu_room_of(engine, config, self.device, self.dtype, used, tower, more_step=more)
             else:
                 room = host_room(
                     free=free_host_bytes(),
@@ -254,14 +271,14 @@ class LoadedModel:
                     sharers=engine.settings.memory_shared_by,
                 )
             if engine.settings.kv_cache_shrink:
-                cut = shrunk(wish, max(0, available_bytes(self.device) - pending))
+                cut = shrunk(wish, max(0, available_bytes(self.device) - pending) * shares)
                 if cut is not wish:
                     gib = (cut.num_blocks or 0) * cut.block_bytes / 2**30
                     logger.warning(
                         "the KV cache that was asked for does not fit any more: it starts with %.2f GiB", gib
                     )
                 wish = cut
-            size = kv_cache_size(wish, room)
+            size = kv_cache_size(wish, room * shares)
             if self.device.type == "cpu":
                 num_bytes = size.num_blocks * wish.block_bytes
                 if pending and num_bytes > (left := max(0, available_bytes(self.device) - pending)):
@@ -272,22 +289,6 @@ class LoadedModel:
                     )
                 self._claims.claim(weights, num_bytes)
         return size
-
-
-def load_ranks(engine: EngineConfig) -> list[LoadedModel]:
-    """The model of each rank, rank 0 first, KV caches of one size. Raises EngineError with what to do."""
-    settings = engine.settings
-    first, *others = ranks_of(select_device(settings.device), settings.tensor_parallel_size)
-    loaded = [LoadedModel(engine, first)]
-    loaded += (LoadedModel(engine, rank, loaded[0]) for rank in others)
-    sizes = [each.cache_size() for each in (loaded if loaded[0].device.type == "cuda" else loaded[:1])]
-    num_blocks, longest = (
-        min(of) for of in zip(*((s.num_blocks, s.max_model_len) for s in sizes), strict=True)
-    )
-    for each in loaded:
-        each.make_cache(num_blocks, longest, None if each is loaded[0] else loaded[0])
-    loaded[0].use_this_thread()
-    return loaded
 
 
 def _names(settings: WorkerSettings, config: ModelConfig) -> tuple[str, str]:

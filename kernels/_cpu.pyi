@@ -40,6 +40,7 @@ def attention(
     cache: int,
     kv_scales: int,
     slots: bool,
+    lse: int,
     /,
 ) -> None: ...
 def index_slots(

@@ -151,6 +151,12 @@ class CudaKernels:
             prefill_attention(out, q, pool, layer, inputs, prefill, split_folds=self._exact)
         return out
 
+    def partial_attention(
+        self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor]:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        return latent_attention(q, pool, layer, inputs, self._num_sms, self._exact, lse), lse
+
     def use_this_thread(self) -> None:
         """No thread has settings of its own."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -90,6 +90,12 @@ class AttentionInputs:
     sinks: Tensor | None = None
     slots: bool = False
     plans: dict[int | str | None, Any] = field(default_factory=dict)
+
+    def of(self, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor) -> AttentionInputs:
+        """Return these sequences' inputs, otherwise as these."""
+        return replace(
+            self, query_start_loc=query_start_loc, seq_lens=seq_lens, block_tables=block_tables, plans={}
+        )
 
 
 class Linear(Protocol):
@@ -260,6 +266,14 @@ class Kernels(Protocol):
         """The tokens that sparse attention attends to, see ``sparse_index``: their slots, int32 [num_tokens,
         count]. q [num_tokens, num_heads, head_dim], weights float32 [num_tokens, num_heads]; ``pool``: of the
         index, with one head of keys. Each token sees more than ``count``."""
+        ...
+
+    def partial_attention(
+        self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor]:
+        """As ``paged_attention``, of sequences with one query each and a part of their keys, which come last
+        in the pool's order of blocks or are not there at all; latent vectors only. Returns the log-sum-exp of
+        the scaled scores, too: float32 [num_tokens, num_heads]. Of no key it is -inf, and the output 0."""
         ...
 
     def delta_net(

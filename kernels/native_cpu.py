@@ -21,7 +21,15 @@ from .measured_choice import NEVER, ROWS, KernelChoices, rows_of_onednn
 from .mixture_shape import ACTIVATIONS, Activation, num_inputs
 from .mixture_weights import MixtureWeights
 from .native_index import index_slots
-from .native_layers import DTYPE_CODES, NO_WINDOW, NativeLayers, address, cache_codes, heads_in_memory
+from .native_layers import (
+    DTYPE_CODES,
+    NO_WINDOW,
+    NativeLayers,
+    address,
+    cache_codes,
+    heads_in_memory,
+    layers_in_memory,
+)
 from .native_linear import OF_ONE_THREAD, LinearByRows, OneDnnLinear, PackedLinear, check_rows, shape_of
 from .native_low_rank import NativeLowRank
 from .native_states import delta_net, short_conv
@@ -161,13 +169,27 @@ class NativeCpuKernels:
             qkv.data_ptr(), pool.data_ptr(), rope.cos_sin.data_ptr(), rope.positions.data_ptr(),
             rope.slot_mapping.data_ptr(), address(rope.q_norm), address(rope.k_norm),
             rope.q_norm is not None and rope.q_norm.dim() == 2, rows,
-            pool.shape[1], layer, pool.shape[4], rope.num_heads, rope.num_kv_heads, *heads_in_memory(pool),
-            rope.head_dim, pool.shape[2], rope.norm_eps, *cache_codes(qkv.dtype, pool),
-            address(rope.kv_scales),
+            layers_in_memory(pool), layer, pool.shape[4], rope.num_heads, rope.num_kv_heads,
+            *heads_in_memory(pool), rope.head_dim, pool.shape[2], rope.norm_eps,
+            *cache_codes(qkv.dtype, pool), address(rope.kv_scales),
         )  # fmt: skip
         return qkv.narrow(1, 0, rope.num_heads * rope.head_dim).view(rows, rope.num_heads, rope.head_dim)
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
+        return self._attention(q, pool, layer, inputs, None)
+
+    def partial_attention(
+        self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor]:
+        lse, empty = torch.empty(q.shape[:2]), (inputs.seq_lens == 0)[:, None]
+        tables = inputs.block_tables.masked_fill(empty, 0)  # the C++ needs a key: any will do
+        at_least_one = inputs.of(inputs.query_start_loc, inputs.seq_lens.clamp(min=1), tables)
+        out = self._attention(q, pool, layer, at_least_one, lse)
+        return out.masked_fill_(empty, 0.0), lse.masked_fill_(empty, -torch.inf)
+
+    def _attention(
+        self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs, lse: Tensor | None
+    ) -> Tensor:
         rows, num_heads, head_dim = q.shape
         assert q.stride()[1:] == (head_dim, 1)
         out = torch.empty((rows, num_heads * head_dim), dtype=q.dtype)
@@ -175,10 +197,11 @@ class NativeCpuKernels:
             q.data_ptr(), q.stride(0), pool.data_ptr(), out.data_ptr(),
             inputs.query_start_loc.data_ptr(), inputs.seq_lens.data_ptr(),
             inputs.block_tables.data_ptr(), address(inputs.sinks), len(inputs.seq_lens),
-            inputs.block_tables.shape[1], pool.shape[1], layer, pool.shape[4], num_heads, pool.shape[3],
-            *heads_in_memory(pool), head_dim, pool.shape[2],
+            inputs.block_tables.shape[1], layers_in_memory(pool), layer, pool.shape[4], num_heads,
+            pool.shape[3], *heads_in_memory(pool), head_dim, pool.shape[2],
             NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window, inputs.scale,
             inputs.softcap, *cache_codes(q.dtype, pool), address(inputs.kv_scales), inputs.slots,
+            address(lse),
         )  # fmt: skip
         return out
 

@@ -80,13 +80,19 @@ class NativeLayers:
         )  # fmt: skip
 
 
+def layers_in_memory(pool: Tensor) -> int:
+    """How many layers lie between a block of ``pool``, which may be a view of some blocks, and the next."""
+    return pool.stride(0) // pool.stride(1)
+
+
 def heads_in_memory(pool: Tensor) -> tuple[int, int]:
     """Numbers from one plane of ``pool`` to the next, and runs from one of its heads to the next. It may be a
     view of some heads, or of the latent vectors or index keys alone."""
     _, layers, planes, _, block_size, row = pool.shape
     run = block_size * row
     plane, head = pool.stride()[2:4]
-    assert pool.stride() == (layers * planes * plane, planes * plane, plane, head, row, 1)
+    assert pool.stride()[1:] == (planes * plane, plane, head, row, 1)
+    assert pool.stride(0) % (layers * planes * plane) == 0
     assert head % run == 0
     return plane, head // run
 

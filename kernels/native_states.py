@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _cpu
 from .delta_net import DeltaNetShape, DeltaNetWeights
-from .native_layers import DTYPE_CODES, heads_in_memory
+from .native_layers import DTYPE_CODES, heads_in_memory, layers_in_memory
 from .native_linear import check_rows
 from .short_conv import ShortConvShape, ShortConvWeights
 from .state_shape import StatePlace, StateShape
@@ -86,6 +86,6 @@ def _arguments(pool: Tensor, place: StatePlace, shape: StateShape, inputs: State
     return (
         pool.data_ptr(), inputs.query_start_loc.data_ptr(), inputs.tables.data_ptr(),
         inputs.source.data_ptr(), inputs.marks.data_ptr(), num_seqs, table_stride, place.offset,
-        pool.shape[1], place.layer, pool.shape[2], pool.shape[3], plane // run, head_step,
+        layers_in_memory(pool), place.layer, pool.shape[2], pool.shape[3], plane // run, head_step,
         run * pool.itemsize // 4,
     )  # fmt: skip

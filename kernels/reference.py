@@ -179,16 +179,33 @@ class TorchKernels:
         starts = inputs.query_start_loc.tolist()
         for i, length in enumerate(inputs.seq_lens.tolist()):
             rows = slice(starts[i], starts[i + 1])
-            keys, values = gather_kv(pool, layer, inputs.block_tables[i], length, inputs.slots)
-            if inputs.kv_scales is not None:
-                keys, values = (
-                    (x.float() * scale[:, None]).to(q.dtype)
-                    for x, scale in zip((keys, values), inputs.kv_scales[layer], strict=True)
-                )
-            if pool.dtype == torch.int8:
-                keys, values = dequantize_int8(keys).to(q.dtype), dequantize_int8(values).to(q.dtype)
+            keys, values = self._keys_and_values(q, pool, layer, inputs, inputs.block_tables[i], length)
             out[rows] = attention(q[rows], keys, values, inputs)
         return out.flatten(1)
+
+    def _keys_and_values(
+        self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs, table: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """One sequence's, each [length, num_kv_heads, head_dim], in the type of ``q``."""
+        keys, values = gather_kv(pool, layer, table, length, inputs.slots)
+        if inputs.kv_scales is not None:
+            keys, values = (
+                (x.float() * scale[:, None]).to(q.dtype)
+                for x, scale in zip((keys, values), inputs.kv_scales[layer], strict=True)
+            )
+        if pool.dtype == torch.int8:
+            keys, values = dequantize_int8(keys).to(q.dtype), dequantize_int8(values).to(q.dtype)
+        return keys, values
+
+    def partial_attention(
+        self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor]:
+        lse, empty = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32), inputs.seq_lens == 0
+        for i, length in enumerate(inputs.seq_lens.tolist()):
+            if length:
+                keys = self._keys_and_values(q, pool, layer, inputs, inputs.block_tables[i], length)[0]
+                lse[i] = (q[i].float() @ keys[:, 0].float().t() * inputs.scale).logsumexp(-1)
+        return self.paged_attention(q, pool, layer, inputs).masked_fill(empty[:, None], 0.0), lse
 
     delta_net, short_conv = staticmethod(delta_net), staticmethod(short_conv)
     index_slots = staticmethod(index_slots)

@@ -141,12 +141,13 @@ def gate_and_up(tile: GateUpTile) -> None:
 
 
 def latent(num_tokens: int, dtype: torch.dtype = BFLOAT16, heads: int = 128) -> None:
-    """Attention with the sizes of DeepSeek-V3, for 64 sequences."""
+    """Attention with the sizes of DeepSeek-V3, for 64 sequences; of decode rows with log-sum-exps."""
     starts, lens, tables = (
         empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS))
     )
     q, pool = empty(num_tokens, heads, 576, dtype=dtype), empty(4, 2, 1, 1, 64, 576, dtype=dtype)
-    latent_attention(q, pool, 1, AttentionInputs(starts, lens, tables, 0.1), sm90.NUM_SMS, exact=False)
+    lse = empty(num_tokens, heads, dtype=torch.float32) if num_tokens == NUM_SEQS else None
+    latent_attention(q, pool, 1, AttentionInputs(starts, lens, tables, 0.1), sm90.NUM_SMS, False, lse)
 
 
 def latent_rope() -> None:

@@ -23,7 +23,8 @@ class Shape:
     most; ``attended``: share of the layers that attend to all tokens, without a window; ``expert_bits``: bits
     of an expert's weight, 0 where they are as the others; ``chosen``: tokens that sparse attention attends
     to, 0: to all; ``index_flops``, ``index_kv``: as ``pair_flops`` and ``token_kv``, of its index alone;
-    ``indexed``: share of the layers that have one."""
+    ``indexed``: share of the layers that have one; ``exchanges``: between ranks in a
+    layer, beside the two sums."""
 
     layers: int
     hidden: int
@@ -43,6 +44,7 @@ class Shape:
     index_flops: float = 0.0
     index_kv: int = 0
     indexed: float = 0.0
+    exchanges: int = 0
 
     @property
     def weights(self) -> float:
@@ -115,6 +117,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         index_flops=0 if index is None else 2 * index.num_heads * index.head_dim,
         index_kv=0 if index is None else index.head_dim,
         indexed=indexed,
+        exchanges=2 if config.get("kv_lora_rank") else 0,  # queries, and what they found on each rank
     )
 
 
@@ -127,7 +130,7 @@ def _attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[floa
         queries = heads * (nope + rope)
         weights = hidden * query + query * queries if query else hidden * queries
         weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-        return weights, 2 * heads * (nope + rope + value), latent + rope, 1
+        return weights, 2 * heads * (nope + rope + value), latent + rope, heads
     kv_heads = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or hidden // heads
     return 2 * hidden * (heads + kv_heads) * size, 4 * heads * size, 2 * kv_heads * size, kv_heads

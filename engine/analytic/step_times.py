@@ -153,12 +153,13 @@ class Machine:
         return self._matmul_s(rows, self.shape.head, 1.0, 16)
 
     def sums_s(self, tokens: float) -> float:
-        """Two sums over the GPUs."""
+        """Two sums over the GPUs, and the fixed time of other exchanges."""
         if self.gpus == 1:
             return 0.0
         moved = 2 * (self.gpus - 1) / self.gpus * tokens * self.shape.hidden * 2
         once = self.software.sum_s * (1 + self.gpu.rounds * log2(self.gpus / 2))
-        return 2 * (once + moved / (self.software.links * self.gpu.summed * self.gpu.link))
+        sums = 2 * (once + moved / (self.software.links * self.gpu.summed * self.gpu.link))
+        return sums + self.shape.exchanges * once
 
     def _pair_s(self) -> float:
         """Seconds of attention for a query and a key; where it is sparse: of its index, which every GPU has

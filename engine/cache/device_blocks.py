@@ -23,7 +23,7 @@ class DeviceBlocks:
     def __init__(self, pool: Tensor) -> None:
         self.device = pool.device
         self.shape = tuple(pool.shape)
-        self.rows, self.shards = (1, 1), [(pool.data_ptr(), pool.device, range(1))]
+        self.rows, self.spread, self.shards = (1, 1), 1, [(pool.data_ptr(), pool.device, range(1))]
         self._blocks = pool.view(len(pool), -1)
         self._layer_bytes = pool.shape[2]
         self._stream = None

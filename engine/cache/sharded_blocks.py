@@ -1,8 +1,9 @@
 """The KV pools of a worker's GPUs as one pool of logical blocks: [num_layers, planes, num_kv_heads, ...],
 whatever the number of GPUs. Workers of different numbers exchange blocks and compare their checksums.
 
-Each GPU holds some heads of every block, in a pool of its own. All work goes to a stream of each GPU's,
-beside the step that is running: see ``DeviceBlocks``. What is packed or summed is gathered on the first GPU.
+Each GPU holds some heads of every block, or some blocks, in a pool of its own. All work goes to a stream of
+each GPU's, beside the step that is running: see ``DeviceBlocks``. What is packed or summed is gathered on the
+first GPU.
 """
 
 from __future__ import annotations
@@ -22,20 +23,29 @@ GATHERED_BYTES = 128 << 20  # at a time: many blocks are summed in the time of o
 class ShardedBlocks:
     """``pools[r]``: [num_blocks, num_layers, planes, len(heads[r]), block_size, row] of any dtype, on its
     GPU. ``heads[r]``: which of ``num_kv_heads`` it holds: the same as another GPU, or none of them. Heads of
-    several GPUs are written to all and read from the first."""
+    several GPUs are written to all and read from the first. With ``spread`` each has all heads of its own
+    blocks: block b lies on GPU b % len(pools) at place b // len(pools)."""
 
-    def __init__(self, pools: Sequence[Tensor], heads: Sequence[range], num_kv_heads: int) -> None:
+    def __init__(
+        self, pools: Sequence[Tensor], heads: Sequence[range], num_kv_heads: int, spread: bool = False
+    ) -> None:
+        self.spread = len(pools) if spread else 1
         words = [pool.view(torch.uint8).view(*pool.shape[:4], -1).view(torch.int64) for pool in pools]
         num_blocks, num_layers, planes, _, self._head_words = words[0].shape
         self.device, self.rows = pools[0].device, (planes, num_kv_heads)
-        self.shape = (num_blocks, num_layers, planes * num_kv_heads * self._head_words * 8)
+        self.shape = (num_blocks * self.spread, num_layers, planes * num_kv_heads * self._head_words * 8)
         self.shards = [(pool.data_ptr(), pool.device, own) for pool, own in zip(words, heads, strict=True)]
         for pool, own in zip(words, heads, strict=True):
             assert pool.is_contiguous()
             assert pool.shape == (num_blocks, num_layers, planes, len(own), self._head_words)
-        self._parts = list(zip(heads, words, strict=True))
-        self._first = dict(reversed(self._parts))
-        assert sorted(head for own in self._first for head in own) == list(range(num_kv_heads)), heads
+        self._parts = [
+            (own, number % self.spread, pool)
+            for number, (own, pool) in enumerate(zip(heads, words, strict=True))
+        ]
+        first = {(own, number): pool for own, number, pool in reversed(self._parts)}
+        self._first = [(own, number, pool) for (own, number), pool in first.items()]
+        held = sorted(head for own, _ in first for head in own)
+        assert held == sorted([*range(num_kv_heads)] * self.spread), heads
         self._streams = [
             torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
             for pool in pools
@@ -72,18 +82,30 @@ class ShardedBlocks:
         with self._turn():
             num_layers = layers.stop - layers.start
             data = packed.view(torch.int64).view(len(blocks), num_layers, *self.rows, self._head_words)
-            for heads, pool in self._parts:
-                part = data[:, :, :, heads.start : heads.stop].to(pool.device)
-                pool[:, layers].index_copy_(0, torch.tensor(blocks, device=pool.device), part)
+            for heads, number, pool in self._parts:
+                rows, places = self._own(blocks, number)
+                part = data[:, :, :, heads.start : heads.stop]
+                if self.spread > 1:
+                    part = part.index_select(0, _index(rows, self.device))
+                pool[:, layers].index_copy_(0, _index(places, pool.device), part.to(pool.device))
 
     def _gather(self, blocks: Sequence[int], layers: slice) -> Tensor:
         """int64 [len(blocks), layers, planes, num_kv_heads, words of a head], on the first GPU."""
         size = (len(blocks), layers.stop - layers.start, *self.rows, self._head_words)
         packed = torch.empty(size, dtype=torch.int64, device=self.device)
-        for heads, pool in self._first.items():
-            part = pool[:, layers].index_select(0, torch.tensor(blocks, device=pool.device))
-            packed[:, :, :, heads.start : heads.stop].copy_(part)
+        for heads, number, pool in self._first:
+            rows, places = self._own(blocks, number)
+            part = pool[:, layers].index_select(0, _index(places, pool.device))
+            if self.spread > 1:
+                packed.index_copy_(0, _index(rows, self.device), part.to(self.device))
+            else:
+                packed[:, :, :, heads.start : heads.stop].copy_(part)
         return packed
+
+    def _own(self, blocks: Sequence[int], number: int) -> tuple[list[int], list[int]]:
+        """Which of ``blocks`` lie on a GPU, and where there."""
+        rows = [row for row, block in enumerate(blocks) if block % self.spread == number]
+        return rows, [blocks[row] // self.spread for row in rows]
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -94,3 +116,7 @@ class ShardedBlocks:
             yield
             for stream in self._streams:
                 stream.synchronize()
+
+
+def _index(places: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(places, dtype=torch.int64, device=device)

@@ -20,12 +20,14 @@ V: vocab_size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...kernels.interface import AttentionInputs, FusedLayers, Linear, RopeInputs
 from .adapters import StepSlots
+from .block_spread import BlockSpread
 from .config import ModelConfig
 from .decoder_layer import DecoderLayer
 from .gguf_blocks import QuantisedTable
@@ -64,6 +66,7 @@ class DecoderModel:
         }
         self._eps = config.residual_eps
         self._expands = self._config.latent if load.expands_latent else None
+        self._spread = load.spread
 
         index_table = None
         if config.index is not None:
@@ -139,9 +142,11 @@ class DecoderModel:
         if on_layer is not None:
             on_layer(0)
         inputs, last = self.inputs(metadata), len(self._layers) - 1
-        if self._expands is not None and inputs.sparse is None and len(token_ids) >= FEWEST_TOKENS:
+        if self._spread is not None and metadata.on_host is not None:
+            inputs = self._spread_inputs(self._spread, inputs, metadata, *metadata.on_host)
+        elif self._expands is not None and inputs.sparse is None and len(token_ids) >= FEWEST_TOKENS:
             inputs = inputs._replace(chunks=latent_chunks(self._expands, inputs.attention, pool.shape[4]))
-        if rows is None and inputs.chunks is not None and self.prediction is not None:
+        if rows is None and inputs.chunks is not None and (self.prediction or self._spread):
             hidden = self.run_layers(0, last + 1, None, residual, inputs, pool, on_layer, images)
             assert hidden is not None
             return self._kernels.add_rms_norm(hidden, residual, self._norm, self._eps)
@@ -178,12 +183,17 @@ class DecoderModel:
         if of_step:
             table = rows_of_axes(table, c.ropes[0], positions)
             positions = torch.arange(len(table), dtype=torch.int32, device=table.device)
+        slots, spread = m.slot_mapping, self._spread
         attention = AttentionInputs(
             m.query_start_loc, m.seq_lens, m.block_tables, c.scales.attention,
             softcap=c.attention_softcap, kv_scales=scales, max_query_len=m.max_query_len,
         )  # fmt: skip
+        if spread is not None:
+            slots = spread.own_slots(slots)
+            if len(m.seq_lens) == len(m.positions):  # else see ``_spread_inputs``
+                attention = spread.own_inputs(attention)
         rope = RopeInputs(
-            positions, m.slot_mapping, table,
+            positions, slots, table,
             c.num_heads, c.num_kv_heads, c.head_dim,
             norm_eps=c.rms_norm_eps, kv_scales=scales, of_step=of_step,
         )  # fmt: skip
@@ -195,6 +205,22 @@ class DecoderModel:
         ``metadata``: of these rows."""
         own = self.inputs(metadata)
         return own._replace(sparse=None if inputs.sparse is None else inputs.sparse.of_rows(rows, own.sparse))
+
+    def _spread_inputs(
+        self, spread: BlockSpread, inputs: StepInputs, metadata: AttentionMetadata, *on_host: Tensor
+    ) -> StepInputs:
+        """``inputs`` of ``metadata``, where sequences have several tokens: those that are no chunk are a row
+        each, over this rank's blocks."""
+        assert self._config.latent is not None
+        device, expands = metadata.positions.device, self._expands is not None
+        whole = inputs.attention.of(*on_host)
+        chunks = latent_chunks(self._config.latent, whole, spread.block_size, spread, expands)
+        if chunks is None:
+            rows = torch.arange(len(metadata.positions), device=device)
+            return inputs._replace(attention=self.inputs(metadata.of_rows(rows)).attention)
+        chunks = chunks.sent_to(device)
+        others = self.inputs(metadata.of_rows(chunks.other_rows)).attention
+        return inputs._replace(chunks=replace(chunks, others=others))
 
     def run_layers(
         self,

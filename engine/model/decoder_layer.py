@@ -61,6 +61,7 @@ class DecoderLayer:
         self._o: Linear
         self._gate: Linear | None = None
         self._sparse: SparseLatentAttention | None = None
+        self._spreads = config.latent is not None and load.spread is not None
         if config.latent is not None:
             latent = attention_of(config, index, load, index_cos_sin)
             self._sparse = latent if isinstance(latent, SparseLatentAttention) else None
@@ -194,6 +195,8 @@ class DecoderLayer:
             hidden = self._latent.attend_chunks(q, pool, self._index)
         elif self._sparse is not None:
             hidden = self._o(self._sparse.attend(q, pool, self._index, attention, sparse))
+        elif self._spreads:
+            hidden = self._latent.attend_own_blocks(q, pool, self._index, attention)
         else:
             sums = self._gated(k.paged_attention(q, self._own_heads(pool), self._index, attention), residual)
             hidden = self._o(sums)

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...kernels.interface import RopeInputs
+from ...kernels.interface import AttentionInputs, RopeInputs
 from ...kernels.reference import dequantize_int8, rotate
 from .latent_chunks import ExpandedQueries, LatentChunks
 from .latent_config import ATTENTION, LatentConfig
@@ -37,6 +37,7 @@ class LatentAttention:
         """``config``: of all ranks."""
         queries, name = config.num_heads * (config.plain + config.rotated), f"{layer}.{ATTENTION}"
         self._config = c = replace(config, num_heads=config.num_heads // load.rank.size)
+        self._spread = load.spread
         self._kernels, self._interleaved = load.kernels, interleaved
         self._q_a = self._q_a_norm = None
         if c.query_rank:
@@ -60,12 +61,19 @@ class LatentAttention:
 
     def output(self, x: Tensor) -> Tensor:
         """Sums over keys [T, H D] -> [T, hidden_size]."""
-        return self._o(self._values_of_sums(x))
+        return self._o(self._values_of(self._latent(x)))
+
+    def attend_own_blocks(self, q: Tensor, pool: Tensor, index: int, inputs: AttentionInputs) -> Tensor:
+        """Queries [T, H, D] of sequences with one each, whose blocks are spread -> [T, hidden_size]."""
+        return self._o(self._values_of(self._sums(q, pool, index, inputs)))
 
     def project_chunks(
         self, x: Tensor, pool: Tensor, index: int, rope: RopeInputs, chunks: LatentChunks
     ) -> ExpandedQueries:
         """Write the tokens' vectors to layer ``index`` of ``pool``; return their queries after rope."""
+        if not chunks.expanded:
+            q = self._kernels.rope_and_store(self.queries_and_key(x), pool, index, rope)
+            return ExpandedQueries(q[chunks.rows], q[chunks.other_rows], chunks)
         c, q, key = self._config, self._queries(self._query_vector(x)), self._key(x)
         own, others = (
             replace(rope, positions=rope.positions[rows], slot_mapping=rope.slot_mapping[rows])
@@ -90,19 +98,36 @@ class LatentAttention:
         c, chunks, count = self._config, q.chunks, len(q.whole) + len(q.absorbed)
         values = q.whole.new_empty(count, c.num_heads, c.value)
         if len(q.absorbed):
-            sums = self._kernels.paged_attention(q.absorbed, pool, index, chunks.others)
-            values[chunks.other_rows] = self._values_of_sums(sums).view(-1, c.num_heads, c.value)
-        vectors = self._vectors(pool, index, chunks, q.whole.dtype)
+            sums = self._sums(q.absorbed, pool, index, chunks.others)
+            values[chunks.other_rows] = self._values_of(sums).view(-1, c.num_heads, c.value)
+        counts = [group.num_rows for group in chunks.groups]
+        for group, rows, whole in zip(
+            chunks.groups, torch.split(chunks.rows, counts), torch.split(q.whole, counts), strict=True
+        ):
+            vectors = self._vectors(pool, index, group.blocks, chunks.others.kv_scales, whole.dtype)
+            if chunks.expanded:
+                self._attend_expanded(whole, vectors, group.attention, rows, values)
+            else:
+                pool_of_them = vectors.view(len(vectors), 1, 1, 1, *vectors.shape[1:])
+                sums = self._latent(self._kernels.paged_attention(whole, pool_of_them, 0, group.attention))
+                values[rows] = self._values_of(sums).view(-1, c.num_heads, c.value)
+        return self._o(values.flatten(1))
+
+    def _attend_expanded(
+        self, q: Tensor, vectors: Tensor, inputs: AttentionInputs, rows: Tensor, values: Tensor
+    ) -> None:
+        """Write the heads' values of queries [n, H, E], over the blocks ``vectors`` [blocks, block_size, D],
+        to ``rows`` of ``values`` [T, H, value]."""
+        c = self._config
         latent, rotated = self._parts(vectors)
         latent = latent.flatten(0, 1).contiguous()
         head_bytes = 2 * vectors.shape[0] * vectors.shape[1] * c.expanded * vectors.itemsize
         at_once = max(1, EXPANDED_BYTES // head_bytes)
         for heads in torch.split(torch.arange(c.num_heads), at_once):
             expanded = self._expanded(latent, rotated, heads.tolist())
-            own = q.whole[:, heads[0] : heads[-1] + 1]
-            sums = self._kernels.paged_attention(own, expanded, 0, chunks.attention)
-            values[chunks.rows[:, None], heads] = sums.view(*own.shape)[..., : c.value]
-        return self._o(values.flatten(1))
+            own = q[:, heads[0] : heads[-1] + 1]
+            sums = self._kernels.paged_attention(own, expanded, 0, inputs)
+            values[rows[:, None], heads] = sums.view(*own.shape)[..., : c.value]
 
     def _expanded(self, latent: Tensor, rotated: Tensor, heads: list[int]) -> Tensor:
         """Latent vectors [blocks * block_size, R] and rotated keys [blocks, block_size, rotated] -> a pool of
@@ -124,9 +149,13 @@ class LatentAttention:
             return keys
         return keys.view(*shape[:-2], -1, group, shape[-1] // word, word).transpose(-3, -2).reshape(shape)
 
-    def _vectors(self, pool: Tensor, index: int, chunks: LatentChunks, dtype: torch.dtype) -> Tensor:
-        """The chunks' blocks of the cache, [blocks, block_size, D]."""
-        vectors, scales = pool[chunks.blocks, index, 0, 0], chunks.others.kv_scales
+    def _vectors(
+        self, pool: Tensor, index: int, blocks: Tensor, scales: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Blocks of the cache, [blocks, block_size, D]."""
+        vectors = pool[blocks, index, 0, 0]
+        if self._spread is not None:
+            vectors = self._spread.gathered(vectors)
         if pool.dtype == torch.int8:
             return dequantize_int8(vectors).to(dtype)
         return vectors if scales is None else (vectors.float() * scales[index, 0, 0]).to(dtype)
@@ -159,10 +188,23 @@ class LatentAttention:
         normed = self._kernels.rms_norm(kv[:, : c.rank].contiguous(), self._kv_a_norm, EPS)
         return self._in_order(kv[:, c.rank :], normed)
 
-    def _values_of_sums(self, x: Tensor) -> Tensor:
-        """Sums over keys [T, H D] -> [T, H value]."""
-        c = self._config
-        latent, _ = self._parts(x.view(len(x), c.num_heads, c.cached))
+    def _sums(self, q: Tensor, pool: Tensor, index: int, inputs: AttentionInputs) -> Tensor:
+        """[T, H, D] -> [T, H, R]."""
+        if self._spread is None:
+            return self._latent(self._kernels.paged_attention(q, pool, index, inputs))
+        merged = []
+        for rows, own in self._spread.slices(inputs):
+            queries = self._spread.queries(q[rows])
+            sums, lse = self._kernels.partial_attention(queries, pool, index, own)
+            merged.append(self._spread.merged(self._latent(sums), lse))
+        return merged[0] if len(merged) == 1 else torch.cat(merged)
+
+    def _latent(self, x: Tensor) -> Tensor:
+        """Sums over keys [T, heads D] -> [T, heads, R]."""
+        return self._parts(x.view(len(x), -1, self._config.cached))[0]
+
+    def _values_of(self, latent: Tensor) -> Tensor:
+        """[T, H, R] -> [T, H value]."""
         by_head = latent.transpose(0, 1).contiguous()  # [H, T, R]
         return torch.cat([value(head) for value, head in zip(self._values, by_head, strict=True)], dim=-1)
 

@@ -19,6 +19,7 @@ from ...kernels.interface import Kernels, Linear
 from ...kernels.quantised import Weight, selected_columns, selected_rows
 from ..errors import ModelConfigError
 from .adapters import Part, RankAdapters, Size
+from .block_spread import BlockSpread
 from .config import ModelConfig
 from .gguf_blocks import QuantisedTable
 from .quantisation import Quantisation
@@ -60,6 +61,7 @@ class LayerLoader:
     exact: bool = False  # see kernels/select.py
     rank: Rank = ALONE  # whose part of each layer is loaded
     adapters: RankAdapters | None = None
+    spread: BlockSpread | None = None  # of latent attention; None: each rank has all blocks
 
     @property
     def expands_latent(self) -> bool:

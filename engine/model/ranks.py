@@ -6,7 +6,8 @@ whole experts (``expert_split.py``). The output
 projection and the last product of an MLP have a part of their inputs on each rank, and are summed over ranks.
 In exact mode they have a part of their outputs instead, and all inputs are brought to all ranks: no sum is
 split, so that every number of ranks gives the same bits (experts excepted). Norms, routers, the table of
-embeddings and the latent vectors of DeepSeek are every rank's own.
+embeddings are every rank's own; so are latent vectors in exact mode. Otherwise these are spread over ranks,
+block by block (``block_spread.py``).
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class Rank:
         """The parts of all ranks side by side, [n, width]; the last rank's may be narrower."""
         return part
 
+    def exchanged(self, parts: Tensor) -> Tensor:
+        """``parts`` [size, ...]: one for each rank. Return [size, ...]: the part of each for this one."""
+        return parts
+
     def shared(self, tokens: Tensor | None, count: int) -> Tensor:
         """Return the int32 [count] that rank 0 gives."""
         assert tokens is not None
@@ -90,6 +95,13 @@ class Rank:
 
 
 ALONE = Rank()
+
+
+def spreads_blocks(config: ModelConfig, size: int, exact: bool) -> bool:
+    """Whether each KV block lies on one rank (``block_spread.py``), not a part of it on each. In exact mode
+    every rank has all latent vectors: a merged sum would depend on the number of ranks. So it is with an
+    index, too, which chooses among all tokens."""
+    return config.latent is not None and config.index is None and size > 1 and not exact
 
 
 def of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:

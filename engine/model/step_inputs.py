@@ -28,6 +28,7 @@ class AttentionMetadata:
     adapters        int32 [num_tokens], see ``StepSlots``; None: no row has one
     states          of the sequences' recurrent layers; None: the model has none
     rope            see ``Batch.rope``
+    on_host         query_start_loc, seq_lens and block_tables; None: of a graph, or a sequence has one token
     """
 
     positions: Tensor
@@ -39,6 +40,7 @@ class AttentionMetadata:
     adapters: Tensor | None = None
     states: StateInputs | None = None
     rope: Tensor | None = None
+    on_host: tuple[Tensor, Tensor, Tensor] | None = None
 
     def of_rows(self, rows: Tensor) -> AttentionMetadata:
         """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with

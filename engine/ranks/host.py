@@ -41,6 +41,14 @@ class HostRank(Rank):
     def joined(self, part: Tensor, width: int) -> Tensor:
         return torch.cat(self._parts(part), dim=1)
 
+    def exchanged(self, parts: Tensor) -> Tensor:
+        """A tensor that others were given is not written to any more."""
+        for other in self._others:
+            self._give(parts[other], [other])
+        return torch.stack(
+            [parts[other] if other == self.number else self._from(other) for other in range(self.size)]
+        )
+
     def shared(self, tokens: Tensor | None, count: int) -> Tensor:
         if tokens is None:
             return self._from(0)

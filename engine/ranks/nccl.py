@@ -40,12 +40,27 @@ class Communicators:
 
     def __call__(self, rank: int, name: str, *arguments: object) -> None:
         """Call this collective of NCCL in the calling thread's stream. Raises RankFailedError."""
+        self._call(name, *arguments, *self._place(rank))
+
+    def exchange(self, rank: int, sent: Tensor, received: Tensor) -> None:
+        """Send part i of ``sent`` to each other rank i, and receive its for this one. Raises
+        RankFailedError."""
+        place, count, kind = self._place(rank), ctypes.c_size_t(sent[0].numel()), DTYPES[sent.dtype]
+        self._call("ncclGroupStart")
+        for other in range(len(self._handles)):
+            if other != rank:
+                for name, part in (("ncclSend", sent[other]), ("ncclRecv", received[other])):
+                    self._call(name, ctypes.c_void_p(part.data_ptr()), count, kind, other, *place)
+        self._call("ncclGroupEnd")
+
+    def _place(self, rank: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """The rank's communicator, and the calling thread's stream."""
         if self.is_over:
             raise RankFailedError("another rank of this worker failed")
         handle = self._handles[rank]
         if not handle:
             self._call("ncclCommInitRank", ctypes.byref(handle), len(self._handles), self._id, rank)
-        self._call(name, *arguments, handle, ctypes.c_void_p(self._stream()))
+        return handle, ctypes.c_void_p(self._stream())
 
     def abort(self) -> None:
         """End what any rank waits for. No rank can go on after that."""
@@ -93,6 +108,14 @@ class NcclRank(HostRank):
         parts = padded.new_empty(self.size, rows, most)
         self._collective("ncclAllGather", padded, parts)
         return parts.transpose(0, 1).reshape(rows, -1)[:, :width].contiguous()
+
+    def exchanged(self, parts: Tensor) -> Tensor:
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        received[self.number].copy_(parts[self.number])
+        self.num_calls += 1
+        self._communicators.exchange(self.number, parts, received)
+        return received
 
     def shared(self, tokens: Tensor | None, count: int) -> Tensor:
         if tokens is None:

@@ -9,8 +9,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ..device import mark_stream
+from ..device import mark_stream, select_device
+from ..engine_config import EngineConfig
 from ..errors import DeviceLostError, RankFailedError
+from ..loaded_model import LoadedModel
 from ..model.ranks import ALONE, Rank
 from .host import HostRank, mailboxes
 from .nccl import Communicators, NcclRank
@@ -31,6 +33,24 @@ def ranks_of(device: torch.device, size: int) -> Sequence[Rank]:
     first = device.index or 0
     gpus = [torch.device("cuda", first + number) for number in range(size)]
     return [NcclRank(number, boxes, communicators, gpu) for number, gpu in enumerate(gpus)]
+
+
+def load_ranks(engine: EngineConfig) -> list[LoadedModel]:
+    """The model of each rank, rank 0 first, KV caches of one size. Raises EngineError with what to do."""
+    settings = engine.settings
+    first, *others = ranks_of(select_device(settings.device), settings.tensor_parallel_size)
+    loaded = [LoadedModel(engine, first)]
+    loaded += (LoadedModel(engine, rank, loaded[0]) for rank in others)
+    sizes = [each.cache_size() for each in (loaded if loaded[0].device.type == "cuda" else loaded[:1])]
+    num_blocks, longest = (
+        min(of) for of in zip(*((s.num_blocks, s.max_model_len) for s in sizes), strict=True)
+    )
+    if loaded[0].spread is not None:
+        num_blocks = max(num_blocks, len(loaded))  # each has one
+    for each in loaded:
+        each.make_cache(num_blocks, longest, None if each is loaded[0] else loaded[0])
+    loaded[0].use_this_thread()
+    return loaded
 
 
 def written_by_all(

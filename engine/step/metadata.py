@@ -84,7 +84,10 @@ def once_only(output: Callable[[], T]) -> Callable[[], T]:
 
 def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMetadata:
     """``sent``: the batch's ``metadata_arrays`` on the device."""
-    states = None
+    states = on_host = None
+    if batch.num_tokens > batch.num_seqs:
+        of = batch.query_start_loc, batch.seq_lens, batch.block_tables
+        on_host = torch.from_numpy(of[0]), torch.from_numpy(of[1]), torch.from_numpy(of[2])
     if batch.states is not None:
         states = StateInputs(sent["query_start_loc"], *(sent[f"state {name}"] for name in STATES))
     return AttentionMetadata(
@@ -93,4 +96,5 @@ def attention_metadata(batch: Batch, sent: Mapping[str, Tensor]) -> AttentionMet
         adapters=sent.get("adapters"),
         rope=sent.get("rope"),
         states=states,
+        on_host=on_host,
     )

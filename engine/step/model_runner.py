@@ -18,9 +18,9 @@ from ...transport.messages.messages import TokenLogprobs
 from ...transport.process.heap import seldom_collected
 from ..device import Arrival, bring, passed
 from ..engine_config import WARM_UP_TOKENS, EngineConfig
-from ..loaded_model import LoadedModel, load_ranks
+from ..loaded_model import LoadedModel
 from ..model.step_inputs import AttentionMetadata
-from ..ranks.threads import AllRanks, written_by_all
+from ..ranks.threads import AllRanks, load_ranks, written_by_all
 from .batch import Batch, StepOutput
 from .computed import ComputedStep, embeddings_of, no_tokens
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder
@@ -83,7 +83,8 @@ class ModelRunner:
                     self.loaded.takes_images and bool(self.config.ropes[0].axes),
                 )
                 self.phases.done("decode graphs")
-            whole = self._next_drafts is not None  # a prefill graph leaves no hidden states of all its rows
+            # a prefill graph neither leaves hidden states of all its rows nor brings vectors to all ranks
+            whole = self._next_drafts is not None or self.loaded.spread is not None
             if (most := self._max_prefill_tokens) and not (self.loaded.layout.state_blocks or whole):
                 self._prefill_graphs = PrefillGraphs(
                     model, pool, vocab_size, most, max_blocks, record, self.loaded.adapters is not None
@@ -206,9 +207,8 @@ class ModelRunner:
             ).result()
 
     def _warm_up(self, lengths: Sequence[int]) -> None:
-        block_size = self.kv_cache.layout.block_size
-        state_blocks = self.loaded.layout.state_blocks
-        most = min(self.max_model_len, (self.kv_cache.num_blocks - 2 * state_blocks) * block_size) - 1
+        block_size, state_blocks = self.loaded.layout.block_size, self.loaded.layout.state_blocks
+        most = min(self.max_model_len, (self.loaded.num_blocks - 2 * state_blocks) * block_size) - 1
         many = many_seqs(self._max_step_seqs) if self.device.type == "cuda" and block_size > 1 else ()
         lengths = [min(length, most) for length in lengths]
         drafts = self._next_drafts is not None

@@ -289,12 +289,13 @@ static inline void update_rows(float* row_m, float* row_l, float* scores, int64_
   }
 }
 
-// `sinks`: of the rows' heads, or null. A sink adds to the sum l alone, and last.
+// `sinks`: of the rows' heads, or null. A sink adds to the sum l alone, and last. `lse`: of the rows, or null.
 template <class T>
 static inline void write_rows(const float* acc, const float* l, const float* m, const float* sinks, float scale, int64_t count,
-                              int64_t head_dim, T* out) {
+                              int64_t head_dim, T* out, float* lse) {
   for (int64_t g = 0; g < count; ++g) {
     const float total = sinks ? l[g] + vexp(splat(sinks[g] - m[g] * scale))[0] : l[g];
+    if (lse) lse[g] = m[g] * scale + vlog(splat(total))[0];
     for (int64_t d = 0; d < head_dim; d += W) store(out + g * head_dim + d, load(acc + g * head_dim + d) * (1.0f / total));
   }
 }
@@ -518,7 +519,8 @@ struct OneQuery {
       move(-heads);
     } while (now->start + now->end < length);
     for (int64_t row = 0; row < heads * rows; ++row) in_order<C>(acc + row * D, D);
-    write_rows(acc, l, m, sinks_of(g, item), g.scale, heads * rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * rows) * D);
+    const int64_t at = row0 * g.num_heads + item.head * rows;
+    write_rows(acc, l, m, sinks_of(g, item), g.scale, heads * rows, D, static_cast<T*>(g.out) + at * D, g.lse ? g.lse + at : nullptr);
   }
 };
 
@@ -596,9 +598,11 @@ static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scrat
       value_strip(int(strip), as_weights(scores, strip * KEYS, reinterpret_cast<X*>(weights)), values, D, rescale, acc + r * D);
     }
   }
-  T* out = static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D;
-  for (int64_t i = 0; i < item.num_queries; ++i)
-    write_rows(acc + i * group * D, l + i * group, m + i * group, sinks_of(g, item), g.scale, group, D, out + i * g.num_heads * D);
+  for (int64_t i = 0; i < item.num_queries; ++i) {
+    const int64_t at = (row0 + i) * g.num_heads + item.head * group;
+    write_rows(acc + i * group * D, l + i * group, m + i * group, sinks_of(g, item), g.scale, group, D, static_cast<T*>(g.out) + at * D,
+               g.lse ? g.lse + at : nullptr);
+  }
 }
 
 template <class T, class C>

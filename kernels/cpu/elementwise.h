@@ -143,6 +143,7 @@ static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
       else if (weight && !g.norms_all_heads) norm_row(head, weight, head, D, g.eps);
       rotate(head, table, D);
     }
+    if (g.slots[token] < 0) continue;
     const int64_t block = g.slots[token] / g.block_size, offset = g.slots[token] % g.block_size;
     C* slot = static_cast<C*>(g.pool) + (block * g.num_layers + g.layer) * g.planes * g.plane + offset * row;
     const int64_t in_group = offset % GROUP, grouped = keys_in_groups(g.planes, g.block_size) ? g.num_kv_heads : 0;

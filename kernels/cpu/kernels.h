@@ -109,6 +109,7 @@ struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and v
   Dtype dtype;
   Cache cache = kPlain;
   const float* kv_scales = nullptr;  // of float8: [num_layers, 2, num_kv_heads]
+  float* lse = nullptr;      // [num_tokens, num_heads] or null: to be written, log(sum of exp(scaled score)), sinks included
 };
 
 struct AttentionItem {       // query tokens [query, query + num_queries) of a sequence, one key-value head
@@ -133,7 +134,7 @@ struct RopeArgs {            // q and k are normalised (where asked) and rotated
   void* pool;
   const float* cos_sin;      // [max_model_len, head_dim]: cosines, then sines
   const int32_t* positions;  // [num_tokens]
-  const int64_t* slots;      // [num_tokens]
+  const int64_t* slots;      // [num_tokens]; negative: k and v are not written
   const void* q_norm;        // [head_dim], or of all heads together, or of each head, or null
   const void* k_norm;
   bool norms_all_heads, norms_each_head = false;  // the latter: less the head's mean

@@ -137,6 +137,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.window = a.integer();
   g.scale = float(a.real()); g.softcap = float(a.real()); g.dtype = a.dtype(); g.cache = Cache(a.integer()); g.kv_scales = a.address<const float>();
   g.slots = a.integer();
+  g.lse = a.address<float>();
   if (!a.complete()) return nullptr;
   const AttentionItems items(g);
   run(items.work, [&] { call(g, items); });
@@ -337,7 +338,7 @@ PyMethodDef methods[] = {
     FAST(low_rank, "table of slots, its length, slots of rows, x, y, m, n, k, dtype"),
     FAST(pack_quantised, "part, codes, scales or 0, offsets or 0, k, group, threads"),
     FAST(attention, "q, q_stride, pool, out, query_start_loc, seq_lens, block_tables, sinks or 0, num_seqs, table_stride, num_layers, layer, "
-                    "block_size, num_heads, num_kv_heads, plane, head_step, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0, slots"),
+                    "block_size, num_heads, num_kv_heads, plane, head_step, head_dim, planes, window, scale, softcap, dtype, cache, kv_scales or 0, slots, lse or 0"),
     FAST(index_slots, "q, q_stride, weights, pool, query_start_loc, seq_lens, block_tables, slots, num_seqs, table_stride, num_layers, layer, "
                       "block_size, plane, num_heads, head_dim, count, dtype"),
     FAST(rope_and_store, "qkv, pool, cos_sin, positions, slots, q_norm or 0, k_norm or 0, norms_each_head, num_tokens, num_layers, layer, "

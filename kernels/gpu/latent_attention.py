@@ -32,9 +32,16 @@ def latent_tile(itemsize: int = 2) -> TileShape:
 
 
 def latent_attention(
-    q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs, num_sms: int, exact: bool
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    inputs: AttentionInputs,
+    num_sms: int,
+    exact: bool,
+    lse: Tensor | None = None,
 ) -> Tensor:
-    """q [num_tokens, num_heads, head_dim] (rows may be strided) -> [num_tokens, num_heads * head_dim]."""
+    """q [num_tokens, num_heads, head_dim] (rows may be strided) -> [num_tokens, num_heads * head_dim].
+    ``lse``: written, see ``Kernels.partial_attention``; of decode rows alone."""
     assert inputs.sliding_window is None, "latent attention has no window"
     assert not inputs.softcap, "latent attention has no softcap"
     assert inputs.sinks is None, "latent attention has no sinks"
@@ -53,6 +60,7 @@ def latent_attention(
     states = sums = None
     splits = 1
     split = not exact and len(inputs.seq_lens) == num_tokens
+    assert split or lse is None
     if split:
         splits = max(1, min(MOST_SPLITS, num_sms // (num_tokens * head_tiles)))
         states = torch.empty((num_tokens, splits, num_heads, 2), dtype=torch.float32, device=q.device)
@@ -71,7 +79,7 @@ def latent_attention(
     )  # fmt: skip
     if split:
         _fold_kernel[(num_tokens, num_heads)](
-            states, sums, out, splits, HEADS=num_heads, HEAD_DIM=head_dim,
+            states, sums, out, lse, splits, HEADS=num_heads, HEAD_DIM=head_dim,
             DIMS=triton.next_power_of_2(head_dim), num_warps=4,
         )  # fmt: skip
     return out
@@ -187,7 +195,7 @@ def _latent_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _fold_kernel(
-    states, sums, out, splits, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr
+    states, sums, out, lse, splits, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr
 ):  # fmt: skip
     """One program a head of a token: its ranges in ascending order."""
     token = tl.program_id(0).to(tl.int64)
@@ -204,3 +212,5 @@ def _fold_kernel(
         m, norm, acc = fold(m, norm, acc, tl.load(states + row * 2), tl.load(states + row * 2 + 1), part)
     to = out + (token * HEADS + head + one)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, normalize(norm, acc).to(out.dtype.element_ty), mask=real)
+    if lse is not None:
+        tl.store(lse + token * HEADS + head + one, (m + tl.log2(tl.where(norm == 0.0, 1.0, norm))) / LOG2_E)

@@ -37,15 +37,18 @@ def as_bytes(pool: NDArray[np.int16]) -> Pool:
 
 
 class Shards:
-    """The pool ``logical`` on ``degree`` GPUs."""
+    """The pool ``logical`` on ``degree`` GPUs. ``spread``: each has blocks of its own."""
 
-    def __init__(self, logical: NDArray[np.int16], degree: int, on_gpus: bool = False) -> None:
+    def __init__(
+        self, logical: NDArray[np.int16], degree: int, on_gpus: bool = False, spread: bool = False
+    ) -> None:
         self.logical, self.heads = logical, heads_of(degree, logical.shape[3])
-        self.parts = [torch.from_numpy(logical[:, :, :, own.start : own.stop].copy()) for own in self.heads]
+        self._spread = spread
+        self.parts = [torch.from_numpy(part.copy()) for part in self._cut(logical)]
         places = ON_GPUS if on_gpus else [torch.Tensor] * degree
         self.pools = [part.as_subclass(place) for part, place in zip(self.parts, places, strict=False)]
         self.blocks: DevicePool = (
-            ShardedBlocks(self.pools, self.heads, logical.shape[3])
+            ShardedBlocks(self.pools, self.heads, logical.shape[3], spread)
             if degree > 1
             else DeviceBlocks(self.pools[0].view(torch.uint8).view(NUM_BLOCKS, NUM_LAYERS, -1))
         )
@@ -53,6 +56,11 @@ class Shards:
     def hold(self, expected: NDArray[np.int16]) -> bool:
         """Return whether every GPU holds its part of ``expected``, and nothing else."""
         return all(
-            np.array_equal(part.numpy(), expected[:, :, :, own.start : own.stop])
-            for part, own in zip(self.parts, self.heads, strict=True)
+            np.array_equal(part.numpy(), own)
+            for part, own in zip(self.parts, self._cut(expected), strict=True)
         )
+
+    def _cut(self, logical: NDArray[np.int16]) -> list[NDArray[np.int16]]:
+        if self._spread:
+            return [logical[number :: len(self.heads)] for number in range(len(self.heads))]
+        return [logical[:, :, :, own.start : own.stop] for own in self.heads]

@@ -45,6 +45,11 @@ class DevicePool(BlockMemory, Protocol):
         """Planes of a layer, and heads of a plane: a layer's bytes are cut by these. (1, 1) on one GPU."""
 
     @property
+    def spread(self) -> int:
+        """Number of GPUs over which blocks are spread: block b lies on GPU b % spread alone, at place b //
+        spread there. 1: each GPU has a part of every block."""
+
+    @property
     def shape(self) -> tuple[int, ...]: ...
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:

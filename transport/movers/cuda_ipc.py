@@ -1,7 +1,8 @@
 """The ``cuda_ipc`` mover: the decode worker's pool on a GPU, mapped into a prefill worker of the same host; a
 put is a copy from device to device on a stream of its own, beside the computation. The two may share one GPU.
 
-With several GPUs each copies to each of the peer's the heads that both hold, whatever the two numbers. The
+With several GPUs each copies to each of the peer's the heads that both hold, whatever the two numbers; or, of
+blocks that are spread over GPUs, each GPU its own. The
 handles travel over the encrypted control channel, 64 bytes each that only CUDA reads. As with ``shm``, a
 process that has mapped the pool can write as long as it lives.
 """
@@ -24,7 +25,7 @@ from .interface import Arrival, BackgroundSource, Items, OneSidedTarget, PeerPro
 PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long as its bytes at that rate
 CLOSE_S, LOOK_S = 5.0, 0.001
 _ADDRESS = struct.Struct(f"<{HANDLE_BYTES}sQi")  # of a pool on one GPU: handle, offset in it, process id
-_SHARDED = struct.Struct("<iHH")  # on several: process id, planes, heads; then for each GPU
+_SHARDED = struct.Struct("<iHH")  # on several: process id, planes, heads (0, 0: spread); then for each GPU
 _SHARD = struct.Struct(f"<{HANDLE_BYTES}sQHH")  # handle, offset in it, first head, number of heads
 _Shared: TypeAlias = tuple[bytes, int, range]
 """What a peer's GPU shares: handle, offset and heads."""
@@ -39,7 +40,8 @@ class CudaIpcTarget(OneSidedTarget):
         if len(shared) == 1:
             self._address = _ADDRESS.pack(*shared[0][:2], os.getpid())
         else:
-            self._address = _SHARDED.pack(os.getpid(), *pool.rows) + b"".join(
+            rows = (0, 0) if pool.spread > 1 else pool.rows
+            self._address = _SHARDED.pack(os.getpid(), *rows) + b"".join(
                 _SHARD.pack(handle, offset, heads.start, len(heads)) for handle, offset, heads in shared
             )
 
@@ -47,12 +49,12 @@ class CudaIpcTarget(OneSidedTarget):
         return self._address
 
 
-def _parsed(address: bytes, own: DevicePool) -> tuple[int, Sequence[int], list[_Shared]]:
-    """Return the peer's process id, and its pool's ``rows`` and parts. Raises MoverError where its blocks
-    cannot be like those of ``own``."""
+def _parsed(address: bytes, own: DevicePool) -> tuple[int, Sequence[int], int, list[_Shared]]:
+    """Return the peer's process id, and its pool's ``rows``, ``spread`` and parts. Raises MoverError where
+    its blocks cannot be like those of ``own``."""
     if len(address) == _ADDRESS.size:
         handle, offset, pid = _ADDRESS.unpack(address)
-        return pid, own.rows, [(handle, offset, range(own.rows[1]))]
+        return pid, own.rows, 1, [(handle, offset, range(own.rows[1]))]
     if len(address) <= _SHARDED.size or (len(address) - _SHARDED.size) % _SHARD.size:
         raise MoverError("the decode worker shares no pool on a GPU")
     pid, *rows = _SHARDED.unpack_from(address)
@@ -60,11 +62,14 @@ def _parsed(address: bytes, own: DevicePool) -> tuple[int, Sequence[int], list[_
         (handle, offset, range(first, first + count))
         for handle, offset, first, count in _SHARD.iter_unpack(address[_SHARDED.size :])
     ]
+    spread = 1
+    if rows == [0, 0]:
+        rows, spread = [1, 1], len(shards)
     fits = all(rows) and own.shape[2] % (rows[0] * rows[1]) == 0
     fits = fits and (len(own.shards) == 1 or own.rows == tuple(rows))
     if not fits or not _are_all([heads for *_, heads in shards], rows[1]):
         raise MoverError("the decode worker's GPUs share no pool with blocks like those of this one")
-    return pid, rows, shards
+    return pid, rows, spread, shards
 
 
 def _are_all(held: Iterable[range], num_heads: int) -> bool:
@@ -79,7 +84,7 @@ def _are_all(held: Iterable[range], num_heads: int) -> bool:
 
 class _Lane(NamedTuple):
     """The heads that an own GPU and a peer's have in common: ``width`` bytes of each row, which is a plane of
-    a layer."""
+    a layer. ``of``, ``to``: the numbers of the two GPUs among those that blocks are spread over."""
 
     cuda: CudaRuntime
     stream: Any
@@ -87,6 +92,8 @@ class _Lane(NamedTuple):
     source: Column
     target: Column
     width: int
+    of: int
+    to: int
 
 
 class CudaIpcSource(BackgroundSource):
@@ -94,8 +101,9 @@ class CudaIpcSource(BackgroundSource):
 
     def __init__(self, address: bytes, num_blocks: int, pool: DevicePool, runtime: LoadRuntime) -> None:
         """``pool``: the own. Raises MoverError where the peer's cannot be mapped."""
-        pid, rows, shards = _parsed(address, pool)
+        pid, rows, self._spread, shards = _parsed(address, pool)
         self._num_blocks, self._shape, self._planes = num_blocks, pool.shape, rows[0]
+        self._own_spread = pool.spread
         super().__init__()
         self._process = PeerProcess(pid)
         self._streams: list[tuple[CudaRuntime, Any]] = []
@@ -112,10 +120,16 @@ class CudaIpcSource(BackgroundSource):
         self, lease: int, secret: bytes, items: Items, first_layer: int = 0, num_layers: int | None = None
     ) -> None:
         layers = layer_slice(self._shape, first_layer, num_layers)
-        found = runs(items, layers, (*self._shape[:2], self._planes), self._num_blocks, 0, 0)  # in rows
+        shape = (*self._shape[:2], self._planes)
+        found = runs(items, layers, shape, self._num_blocks, 0, 0)  # in rows
         self._process.check()
-        for cuda, stream, _, source, target, width in self._lanes:
-            for rows in found:
+        mine, theirs = self._own_spread, self._spread
+        for cuda, stream, _, source, target, width, of, to in self._lanes:
+            both = found
+            if mine > 1 or theirs > 1:
+                own = [(i, a // mine, b // theirs) for i, a, b in items if (a % mine, b % theirs) == (of, to)]
+                both = runs(own, layers, shape, self._num_blocks, 0, 0)
+            for rows in both:
                 cuda.copy(target.row(rows.target), source.row(rows.source), width, rows.num_bytes, stream)
         num_bytes = sum(rows.num_bytes for rows in found) * self._shape[2] // self._planes
         self._begin(lease, items, self._record(), PUT_S + num_bytes / SLOWEST_BYTES_PER_S)
@@ -149,20 +163,26 @@ class CudaIpcSource(BackgroundSource):
         self, rows: Sequence[int], peers: Sequence[_Shared], pool: DevicePool, runtime: LoadRuntime
     ) -> None:
         head_bytes = pool.shape[2] // (rows[0] * rows[1])
-        first = {heads: (pointer, device) for pointer, device, heads in reversed(pool.shards)}
+        first = {
+            (heads, number % pool.spread): (pointer, device)
+            for number, (pointer, device, heads) in reversed([*enumerate(pool.shards)])
+        }
         if len(pool.shards) == 1:
-            first = {range(rows[1]): pool.shards[0][:2]}
-        for own, (pointer, device) in first.items():
+            first = {(range(rows[1]), 0): pool.shards[0][:2]}
+        for (own, of), (pointer, device) in first.items():
             cuda = runtime(device)
             self._streams.append((cuda, stream := cuda.new_stream()))
-            for handle, offset, theirs in peers:
+            for to, (handle, offset, theirs) in enumerate(peers):
                 both = range(max(own.start, theirs.start), min(own.stop, theirs.stop))
                 if both:
                     mapped = cuda.map(handle)
                     source = pointer + (both.start - own.start) * head_bytes
                     target = mapped + offset + (both.start - theirs.start) * head_bytes
                     columns = Column(source, len(own) * head_bytes), Column(target, len(theirs) * head_bytes)
-                    self._lanes.append(_Lane(cuda, stream, mapped, *columns, len(both) * head_bytes))
+                    numbers = of, to % self._spread
+                    self._lanes.append(
+                        _Lane(cuda, stream, mapped, *columns, len(both) * head_bytes, *numbers)
+                    )
 
     def _record(self) -> list[tuple[CudaRuntime, Any]]:
         return [(cuda, cuda.record(stream)) for cuda, stream in self._streams]

@@ -16,8 +16,9 @@ from splitserve.engine.cache.kv_cache import KVCacheLayout
 from splitserve.engine.cache.kv_cache_size import GIB, KVCacheSize
 from splitserve.engine.cache.memory_claims import MemoryClaims
 from splitserve.engine.errors import OutOfMemoryError
+from splitserve.engine.model.block_spread import BlockSpread
 from splitserve.engine.model.config import ModelConfig
-from splitserve.engine.model.ranks import ALONE, Rank
+from splitserve.engine.model.ranks import ALONE, Rank, spreads_blocks
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -36,6 +37,23 @@ LLAMA_8B = {
     "bos_token_id": 128_000,
     "hidden_act": "silu",
 }
+LATENT = {  # DeepSeek-V2-Lite's attention
+    **LLAMA_8B,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1024,
+    "n_shared_experts": 1,
+}
 BLOCK_8B = 32 * 2 * 8 * 128 * 2 * 64  # bytes, of 64 tokens
 WEIGHTS = 15 * GIB
 CARD = 80 * GIB
@@ -47,11 +65,12 @@ def sized(
     card: int = CARD,
     others: int = 0,
     rank: Rank = ALONE,
+    model: dict[str, Any] = LLAMA_8B,
     **options: Any,
 ) -> tuple[KVCacheSize, int]:
     """The KV cache of an 8B model that has just been loaded on a played card, where ``others`` take bytes
     too, and the card's free bytes then. The host is small."""
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (folder / "config.json").write_text(json.dumps(model))
     monkeypatch.setattr(loaded_model, "free_host_bytes", lambda: 2 * GIB)
     engine = engine_config(folder, device="cuda", max_decode_seqs=64, max_prefill_tokens=2048, **options)
     with played_gpu(monkeypatch) as gpu:
@@ -63,8 +82,11 @@ def sized(
         loaded.layout = KVCacheLayout.of(loaded.config, 64, loaded.dtype)
         loaded.rank, loaded._engine, loaded._weight_bytes = rank, engine, 0
         loaded.own_heads = rank.kv_heads(loaded.config.num_kv_heads)
+        if spreads_blocks(loaded.config, rank.size, engine.settings.exact):
+            loaded.spread = BlockSpread(rank, 64)
         size = loaded.cache_size()
-        assert size.num_blocks * loaded.own_layout.block_bytes < gpu.free_bytes
+        held = size.num_blocks // (1 if loaded.spread is None else rank.size)
+        assert held * loaded.own_layout.block_bytes < gpu.free_bytes
         return size, gpu.free_bytes
 
 
@@ -84,6 +106,22 @@ def test_a_size_that_is_asked_for_is_of_all_gpus_together(
     found, _ = sized(tmp_path, monkeypatch, rank=Rank(1, size), kv_cache_gib=16)
     num_bytes = found.num_blocks * BLOCK_8B * max(1, 8 // size) // 8
     assert 0.99 * 16 * GIB / size < num_bytes <= 16 * GIB / size
+
+
+@pytest.mark.parametrize("num_gpus", [2, 8])
+def test_gpus_hold_as_many_times_the_tokens_of_latent_attention(
+    num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In exact mode each holds all. A step takes some memory for what comes from other GPUs."""
+    one, free = sized(tmp_path, monkeypatch, model=LATENT)
+    exact, _ = sized(tmp_path, monkeypatch, model=LATENT, rank=Rank(1, num_gpus), exact=True)
+    spread, _ = sized(tmp_path, monkeypatch, model=LATENT, rank=Rank(1, num_gpus))
+    assert one.num_blocks <= exact.num_blocks < 1.01 * one.num_blocks, "a step takes less memory"
+    assert 0.97 * num_gpus * exact.num_blocks < spread.num_blocks < num_gpus * exact.num_blocks
+    asked, _ = sized(tmp_path, monkeypatch, model=LATENT, rank=Rank(1, num_gpus), kv_cache_gib=16)
+    block = 32 * 576 * 2 * 64
+    assert asked.num_blocks == 16 * GIB // block, "of all GPUs together"
+    assert free > 16 * GIB
 
 
 def test_a_length_that_a_small_card_cannot_hold_is_lowered(

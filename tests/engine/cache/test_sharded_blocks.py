@@ -20,7 +20,11 @@ from splitserve.transport.movers.block_memory import DevicePool, HostMemory  # n
 from splitserve.transport.movers.checksum import checksums  # noqa: E402
 
 KINDS = pytest.mark.parametrize(
-    ("planes", "heads", "degree"), [(2, 4, 1), (2, 4, 2), (2, 4, 4), (2, 2, 4), (1, 1, 4), (1, 1, 2)]
+    ("planes", "heads", "degree", "spread"),
+    [
+        *((*kind, False) for kind in [(2, 4, 1), (2, 4, 2), (2, 4, 4), (2, 2, 4), (1, 1, 4), (1, 1, 2)]),
+        *((1, 1, degree, True) for degree in (2, 3, 4)),
+    ],
 )
 BLOCKS, LAYERS = [4, 1, 11, 0], [slice(0, NUM_LAYERS), slice(1, 3), slice(2, 3)]
 pytestmark = pytest.mark.timeout(60)
@@ -28,12 +32,12 @@ pytestmark = pytest.mark.timeout(60)
 
 @KINDS
 def test_they_are_packed_and_unpacked_as_logical_blocks(
-    planes: int, heads: int, degree: int, monkeypatch: pytest.MonkeyPatch
+    planes: int, heads: int, degree: int, spread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logical = logical_pool(planes, heads)
     host, expected = HostMemory(as_bytes(logical)), logical_pool(planes, heads, None)
     with played_gpu(monkeypatch) as gpu:
-        source, target = Shards(logical, degree, True), Shards(expected.copy(), degree, True)
+        source, target = (Shards(of, degree, True, spread) for of in (logical, expected.copy()))
         waited: list[int] = []
         monkeypatch.setattr(Stream, "synchronize", lambda stream: waited.append(stream.gpu))
         gpu.beside_steps = True
@@ -63,23 +67,23 @@ def test_heads_of_several_gpus_are_read_from_the_first(monkeypatch: pytest.Monke
 
 @KINDS
 def test_their_checksums_are_those_of_the_logical_blocks(
-    planes: int, heads: int, degree: int, monkeypatch: pytest.MonkeyPatch
+    planes: int, heads: int, degree: int, spread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logical = logical_pool(planes, heads)
     block_bytes = as_bytes(logical)[0].nbytes
     monkeypatch.setattr(sharded_blocks, "GATHERED_BYTES", 3 * block_bytes)  # in two parts
     with played_gpu(monkeypatch):
-        pool = Shards(logical, degree, True).blocks
+        pool = Shards(logical, degree, True, spread).blocks
         assert pool.checksums(BLOCKS) == checksums(as_bytes(logical), BLOCKS)
 
 
 @KINDS
 def test_a_block_is_written_on_every_gpu_and_no_other_block_is(
-    planes: int, heads: int, degree: int, monkeypatch: pytest.MonkeyPatch
+    planes: int, heads: int, degree: int, spread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logical = logical_pool(planes, heads)
     with played_gpu(monkeypatch):
-        shards = Shards(logical, degree, True)
+        shards = Shards(logical, degree, True, spread)
         LiveDevice(shards.blocks).write_test_block(2, (1, 7))  # it compares the checksums
     written = as_bytes(logical.copy())
     LiveDevice(written).write_test_block(2, (1, 7))

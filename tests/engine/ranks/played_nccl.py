@@ -21,6 +21,8 @@ class PlayedNccl:
         self._size, self.calls, self.alone = size, list[str](), False
         self._meeting = threading.Barrier(size)
         self._given: list[torch.Tensor | None] = [None] * size
+        self._group = threading.local()  # ``calls``: of this thread, since its group began
+        self._sent: dict[tuple[int, int], torch.Tensor] = {}  # from, to
 
     def ncclGetErrorString(self, error: int) -> bytes:
         return b"invalid usage"
@@ -53,6 +55,36 @@ class PlayedNccl:
     ) -> int:
         assert root == 0
         return self._collective("broadcast", sent, received, count, kind, handle)
+
+    def ncclGroupStart(self) -> int:
+        self._group.calls = []
+        return SUCCESS
+
+    def ncclSend(self, sent: Any, count: Any, kind: int, peer: int, handle: Any, stream: Any) -> int:
+        self._group.calls.append(("send", sent, count.value, TYPES[kind], peer, handle.value - 1))
+        return SUCCESS
+
+    def ncclRecv(self, received: Any, count: Any, kind: int, peer: int, handle: Any, stream: Any) -> int:
+        self._group.calls.append(("receive", received, count.value, TYPES[kind], peer, handle.value - 1))
+        return SUCCESS
+
+    def ncclGroupEnd(self) -> int:
+        self.calls.append("exchange")
+        calls = [(*call, _memory(*call[1:4])) for call in self._group.calls]
+        for name, *_, peer, rank, memory in calls:
+            if name == "send":
+                self._sent[rank, peer] = memory.clone()
+        try:
+            if not self.alone:
+                self._meeting.wait()
+            for name, *_, peer, rank, memory in calls:
+                if name == "receive":
+                    memory.copy_(self._sent[(rank, peer) if self.alone else (peer, rank)])
+            if not self.alone:
+                self._meeting.wait()
+        except threading.BrokenBarrierError:
+            return INVALID_USAGE
+        return SUCCESS
 
     def _collective(self, name: str, sent: Any, received: Any, count: Any, kind: int, handle: Any) -> int:
         rank, dtype = handle.value - 1, TYPES[kind]

@@ -51,6 +51,16 @@ def test_parts_side_by_side(ranks: list[Rank], width: int) -> None:
     assert all(torch.equal(each, whole) and each.is_contiguous() for each in found)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_part_for_each(ranks: list[Rank], dtype: torch.dtype) -> None:
+    """[from, to, 2, 4]; of parts that are not contiguous."""
+    parts = torch.arange(SIZE * SIZE * 8).view(SIZE, SIZE, 2, 4).to(dtype)
+    for _ in range(2):
+        found = on_each(ranks, lambda rank: rank.exchanged(parts[rank.number].transpose(1, 2)))
+        for to, each in enumerate(found):
+            assert torch.equal(each, parts[:, to].transpose(1, 2))
+
+
 def test_what_rank_0_gives(ranks: list[Rank]) -> None:
     tokens = torch.tensor([5, 7], dtype=torch.int32)
     found = on_each(ranks, lambda rank: rank.shared(None if rank.number else tokens, 2))

@@ -181,8 +181,11 @@ def test_layers_are_reported_when_all_ranks_have_written_them(tmp_path: Path) ->
         np.testing.assert_array_equal(view, layers[:2, : view.shape[1]])
 
 
-def test_a_rank_that_fails_ends_the_step_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path, "llama2")
+@pytest.mark.parametrize("family", ["llama2", "deepseek2"])
+def test_a_rank_that_fails_ends_the_step_for_all(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, family)
     runner, prompt = make_runner(tmp_path, 4), random_tokens(20, seed=10)
     expected = decoded(runner, prefill(runner, prompt, 20, 0))
     for number in range(4):

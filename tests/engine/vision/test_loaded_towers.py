@@ -14,7 +14,8 @@ from support.vision_models import make_vision_checkpoint, random_image, their_fe
 
 from splitserve.engine.engine_config import gpu_room_of
 from splitserve.engine.load_model import expected_worker
-from splitserve.engine.loaded_model import LoadedModel, load_ranks
+from splitserve.engine.loaded_model import LoadedModel
+from splitserve.engine.ranks.threads import load_ranks
 from splitserve.engine.vision.config import tower_of
 
 IMAGE = torch.from_numpy(random_image(84, 140))

@@ -31,19 +31,22 @@ pytestmark = pytest.mark.timeout(120)
 WRITER, LEASE = ("p0", 1), 9
 OWN, PEERS = [4, 5, 6, 11, 0], [2, 3, 9, 8, 1]  # the first two are side by side in both
 ALL_DEGREES = [*itertools.product((1, 2, 4), repeat=2)]
-KINDS = [(2, 4), (2, 2), (1, 1)]
-"""Planes and KV heads: as many as GPUs, fewer, and latent attention."""
+KINDS = [(2, 4, False), (2, 2, False), (1, 1, False), (1, 1, True)]
+"""Planes and KV heads: as many as GPUs, fewer, and latent attention, whose blocks may be spread."""
 PAIRS = pytest.mark.parametrize(
-    ("planes", "heads", "of", "to"), [(*kind, *degrees) for kind in KINDS for degrees in ALL_DEGREES]
+    ("planes", "heads", "spread", "of", "to"),
+    [(*kind, *degrees) for kind in KINDS for degrees in ALL_DEGREES],
 )
 
 
 class Pair:
     """Both workers' pools. What was put is expected at the peer."""
 
-    def __init__(self, planes: int, heads: int, of: int, to: int, on_gpus: bool = False) -> None:
-        self.own = Shards(logical_pool(planes, heads), of, on_gpus)
-        self.peer = Shards(logical_pool(planes, heads, seed=1), to, on_gpus)
+    def __init__(
+        self, planes: int, heads: int, of: int, to: int, on_gpus: bool = False, spread: bool = False
+    ) -> None:
+        self.own = Shards(logical_pool(planes, heads), of, on_gpus, spread and of > 1)
+        self.peer = Shards(logical_pool(planes, heads, seed=1), to, on_gpus, spread and to > 1)
         self.expected = self.peer.logical.copy()
 
     def put(self, source: PutSource) -> None:
@@ -61,12 +64,14 @@ class Pair:
 
 
 @PAIRS
-def test_by_tcp(planes: int, heads: int, of: int, to: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_tcp(
+    planes: int, heads: int, spread: bool, of: int, to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (wire, source, inbound, target):
         monkeypatch.setattr(module, "RECORD_BYTES", 1000)  # cut in the middle of a head
     mode = GCM if (of + to) % 3 else PLAIN
     with played_gpu(monkeypatch) as gpu:
-        pair = Pair(planes, heads, of, to, on_gpus=True)
+        pair = Pair(planes, heads, of, to, on_gpus=True, spread=spread)
         gpu.beside_steps = True
         receiving = TcpTarget("tcp://127.0.0.1:*", pair.peer.blocks, takes_plain=True)
         sending = TcpSource(receiving.data_address("127.0.0.1"), pair.own.blocks, mode == PLAIN, mode or None)
@@ -88,8 +93,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
 
 
 @PAIRS
-def test_by_cuda_ipc(gpu: PlayedGpu, planes: int, heads: int, of: int, to: int) -> None:
-    pair = Pair(planes, heads, of, to, on_gpus=True)
+def test_by_cuda_ipc(gpu: PlayedGpu, planes: int, heads: int, spread: bool, of: int, to: int) -> None:
+    pair = Pair(planes, heads, of, to, on_gpus=True, spread=spread)
     host = Host(pair.own, pair.peer)
     receiving = CudaIpcTarget(pair.peer.blocks, host.runtime)
     sending = CudaIpcSource(receiving.address(WRITER), NUM_BLOCKS, pair.own.blocks, host.runtime)
@@ -102,7 +107,11 @@ def test_by_cuda_ipc(gpu: PlayedGpu, planes: int, heads: int, of: int, to: int) 
     sending.close()
     assert host.num_mapped == 0
     pair.check()
-    assert host.num_copies == 6 * num_lanes(heads, of, to), "one for each run of blocks, and pair of GPUs"
+    if not spread:
+        copies = 6 * num_lanes(heads, of, to)
+        assert host.num_copies == copies, "one for each run of blocks, and pair of GPUs"
+    elif of > 1 or to > 1:
+        assert host.num_copies == 7, "one a block and put: none lie side by side on both workers"
 
 
 def num_lanes(heads: int, of: int, to: int) -> int:
@@ -152,6 +161,7 @@ def sharded_address(planes: int, num_heads: int, *heads: tuple[int, int]) -> byt
 
 
 GOOD = sharded_address(2, 4, (0, 2), (2, 2))
+SPREAD = sharded_address(0, 0, (0, 1), (0, 1))
 
 
 @pytest.mark.parametrize("of", [1, 2, 4])
@@ -182,7 +192,18 @@ def test_an_address_of_other_shards_is_an_error(gpu: PlayedGpu, of: int, address
     assert host.num_mapped == 0
 
 
-@pytest.mark.parametrize("address", [GOOD, sharded_address(1, 2, (0, 1), (1, 1))], ids=["4 heads", "2 heads"])
+@pytest.mark.parametrize("of", [2, 4])
+def test_an_address_of_spread_blocks_is_an_error_where_heads_are_split(gpu: PlayedGpu, of: int) -> None:
+    pair = Pair(2, 4, of, 2, on_gpus=True)
+    with pytest.raises(MoverError, match="share"):
+        CudaIpcSource(SPREAD, NUM_BLOCKS, pair.own.blocks, Host(pair.own, pair.peer).runtime)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [GOOD, sharded_address(1, 2, (0, 1), (1, 1)), sharded_address(0, 0, (0, 1), (1, 1))],
+    ids=["4 heads", "2 heads", "heads of spread blocks"],
+)
 def test_an_address_of_more_heads_than_there_are_is_an_error(gpu: PlayedGpu, address: bytes) -> None:
     pair = Pair(1, 1, 2, 2, on_gpus=True)
     with pytest.raises(MoverError, match="share"):
