@@ -18,7 +18,8 @@ from ..errors import ModelConfigError, WeightsError
 from ..model.config_values import read_json
 from ..model.families import FAMILIES, architecture_of
 from ..model.weight_headers import StoredTensor, stored_tensors
-from .families import TOWERS, Tower, TowerNames
+from .families import TOWERS, Tower
+from .names import TowerNames
 from .pixel_rules import CHANNELS
 
 PLAIN = ("F32", "BF16", "F16")
@@ -70,7 +71,8 @@ class VisionConfig:
         if n.patch_norm:
             yield from self._norm(f"{self.prefix}{n.patch_norm}", t.hidden_size)
         if t.grid:
-            yield f"{self.prefix}{n.positions}.weight", (t.grid**2, t.hidden_size)
+            places = (t.grid, t.grid) if n.bicubic else (t.grid**2,)
+            yield f"{self.prefix}{n.positions}.weight", (*places, t.hidden_size)
         for layer in map(self.layer, range(t.num_layers)):
             yield from self._norm(f"{layer}.{n.norm_1}", t.hidden_size)
             yield from self._norm(f"{layer}.{n.norm_2}", t.hidden_size)
@@ -79,6 +81,8 @@ class VisionConfig:
             linears += [(name, t.intermediate_size, t.hidden_size) for name in (n.gate, n.up) if name]
             for name, outputs, inputs in linears:
                 yield from _linear(f"{layer}.{name}", outputs, inputs, n.biases)
+        if n.final_norm:
+            yield from self._norm(f"{self.prefix}{n.final_norm}", t.hidden_size)
         yield from self._projector(f"{self.prefix}{n.projector}", t.hidden_size)
         for i in range(len(t.deep_layers)):
             yield from self._projector(f"{self.prefix}{n.deep_projector.format(i)}", t.merged_size)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ..model.layers import LayerLoader
 from .config import VisionConfig
 from .families import Activation
-from .positions import Turns
+from .positions import Turns, side_by_side
 
 Function = Callable[[Tensor], Tensor]
 ROWS_AT_ONCE = 8192  # of the MLP: its inner rows are the widest, and of a large image many
@@ -38,6 +38,7 @@ class Layer:
         def project(of: str) -> Function:
             return linear(f"{name}.{of}", names.biases, load)
 
+        self._order = side_by_side(config.tower.head_dim).to(load.device) if names.side_by_side else None
         self._qkv, self._o = [project(of) for of in names.qkv], project(names.o)
         self._gate = project(names.gate) if names.gate else None
         self._up, self._down = project(names.up), project(names.down)
@@ -50,6 +51,8 @@ class Layer:
     def _attention(self, x: Tensor, turns: Turns, runs: Runs) -> Tensor:
         projected = torch.cat([of(x) for of in self._qkv], dim=1).view(len(x), 3, self._num_heads, -1)
         q, k, v = projected.unbind(1)  # [n, H, D / H] each
+        if self._order is not None:
+            q, k = q[..., self._order], k[..., self._order]
         sizes = [number * size for number, size in runs]
         parts = (torch.split(of, sizes) for of in (turns(q), turns(k), v))
         outputs = [_attended(*run, *qkv) for run, *qkv in zip(runs, *parts, strict=True)]

@@ -14,51 +14,11 @@ from typing import Any, Literal
 
 from ..errors import ModelConfigError
 from ..model.config_values import positive_int
-from .pixel_rules import CHANNELS, PixelRules, check_sizes, pixel_rules
+from .names import KIMI, PIXTRAL, QWEN_2_5, QWEN_3, TowerNames
+from .pixel_rules import CHANNELS, HALVES, PixelRules, check_sizes, pixel_rules
 
 Activation = Literal["gelu", "gelu_tanh", "silu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
-
-
-@dataclass(frozen=True, slots=True)
-class TowerNames:
-    """Names in the checkpoint, without ``.weight`` and ``.bias``; a name "" is not there.
-
-    prefixes     of all names, in checkpoints of different writers
-    layer        with the names of the second group within
-    projector    with those of the third group within; deep_projector: those for deeper layers of the decoder
-    has_frames   the weight of ``patches`` has one part for each frame of a video
-    layer_norms  norms subtract the mean, and have biases
-    column_rope  columns turn by other angles than rows
-    """
-
-    prefixes: tuple[str, ...]
-    patches: str
-    layer: str
-    projector: str
-
-    norm_1: str
-    norm_2: str
-    qkv: tuple[str, ...]
-    o: str
-    gate: str
-    up: str
-    down: str
-
-    projector_norm: str
-    merge: str
-    first: str
-    second: str
-
-    eps: float
-    biases: bool
-    layer_norms: bool = False
-    has_frames: bool = True
-    patch_bias: bool = False
-    patch_norm: str = ""
-    positions: str = ""
-    deep_projector: str = ""
-    column_rope: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +141,37 @@ def read_pixtral(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> 
     return _checked(tower, {"in_channels": vision.get("num_channels"), **vision})
 
 
+def read_kimi(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
+    given = {
+        key.removeprefix("vt_").removeprefix("init_"): value for key, value in config["vision_config"].items()
+    }
+    vision = {**KIMI_DEFAULTS, **given}
+    for key, built in KIMI_FIXED.items():
+        if vision.get(key, built) != built:
+            raise _missing(f"{key} {vision[key]!r:.100} (known: {built!r})")
+    tower = Tower(
+        hidden_size=positive_int(vision, "hidden_size"),
+        intermediate_size=positive_int(vision, "intermediate_size"),
+        num_layers=positive_int(vision, "num_hidden_layers"),
+        num_heads=positive_int(vision, "num_attention_heads"),
+        patch_size=positive_int(vision, "patch_size"),
+        num_frames=1,
+        merge_size=2,
+        out_size=positive_int(text, "hidden_size"),
+        activation=_activation(vision["hidden_act"]),
+        projector_activation=_activation(vision.get("projector_hidden_act", "gelu")),
+        projector_eps=float(vision.get("projector_ln_eps", config.get("projection_layer_norm_eps", 1e-5))),
+        projector_bias=True,
+        theta=_theta(vision),
+        pixels=pixel_rules(folder, HALVES, HALVES),
+        grid=positive_int(vision, "pos_emb_height"),
+    )
+    if positive_int(vision, "pos_emb_width") != tower.grid:
+        raise _missing(f"pos_emb_height {tower.grid} with pos_emb_width {vision['pos_emb_width']}")
+    check_sizes(folder, tower.patch_size, tower.merge_size, 1)
+    return _checked(tower, vision)
+
+
 def _checked(tower: Tower, vision: dict[str, Any]) -> Tower:
     """Raises ModelConfigError where heads do not divide the size, or there are other channels than RGB."""
     if tower.hidden_size % tower.num_heads or tower.head_dim % 4:
@@ -238,32 +229,21 @@ QWEN_3_DEFAULTS = {
     "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 3584,
     "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304,
 }  # fmt: skip
+KIMI_DEFAULTS = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "patch_size": 14, "pos_emb_height": 64, "pos_emb_width": 64, "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+KIMI_FIXED = {
+    "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger",
+    "pos_emb_type": "divided_fixed", "video_attn_type": "spatial_temporal",
+}  # fmt: skip
 PIXTRAL_DEFAULTS = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "patch_size": 16, "hidden_act": "gelu",
 }  # fmt: skip
-QWEN_2_5 = TowerNames(
-    prefixes=("visual.", "model.visual."), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
-    norm_1="norm1", norm_2="norm2", qkv=("attn.qkv",), o="attn.proj",
-    gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj",
-    projector_norm="ln_q", merge="", first="mlp.0", second="mlp.2", eps=1e-6, biases=True,
-)  # fmt: skip
-QWEN_3 = TowerNames(
-    prefixes=("model.visual.",), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
-    norm_1="norm1", norm_2="norm2", qkv=("attn.qkv",), o="attn.proj",
-    gate="", up="mlp.linear_fc1", down="mlp.linear_fc2",
-    projector_norm="norm", merge="", first="linear_fc1", second="linear_fc2", eps=1e-6, biases=True,
-    layer_norms=True, patch_bias=True, positions="pos_embed", deep_projector="deepstack_merger_list.{}",
-)  # fmt: skip
-PIXTRAL = TowerNames(
-    prefixes=("", "model."), patches="vision_tower.patch_conv", layer="vision_tower.transformer.layers.{}",
-    projector="multi_modal_projector", norm_1="attention_norm", norm_2="ffn_norm",
-    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"), o="attention.o_proj",
-    gate="feed_forward.gate_proj", up="feed_forward.up_proj", down="feed_forward.down_proj",
-    projector_norm="norm", merge="patch_merger.merging_layer", first="linear_1", second="linear_2",
-    eps=1e-5, biases=False, has_frames=False, patch_norm="vision_tower.ln_pre", column_rope=True,
-)  # fmt: skip
 TOWERS: dict[str, tuple[TowerNames, Read]] = {
+    "KimiK25ForConditionalGeneration": (KIMI, read_kimi),
+    "Kimi_K25ForConditionalGeneration": (KIMI, read_kimi),
     "Mistral3ForConditionalGeneration": (PIXTRAL, read_pixtral),
     "Qwen2_5_VLForConditionalGeneration": (QWEN_2_5, read_qwen_2_5),
     "Qwen3VLForConditionalGeneration": (QWEN_3, read_qwen_3_deep),

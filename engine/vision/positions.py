@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .families import Tower
 
@@ -33,6 +34,21 @@ def turns_of(places: Tensor, tower: Tower, column_rope: bool, device: torch.devi
     angles = [place[:, None].float() * of for place, of in zip(places.unbind(1), each, strict=True)]
     turned = torch.cat(angles, dim=1)[:, None].to(device)
     return Turns(turned.cos(), turned.sin())
+
+
+def stretched_positions(table: Tensor, places: Tensor, rows: int, columns: int) -> Tensor:
+    """float32 [patches, D]: the learned vectors of ``table`` [grid, grid, D], stretched over an image of
+    ``rows`` x ``columns`` patches and interpolated between the sixteen nearest."""
+    square = table.float().permute(2, 0, 1)[None]
+    found = functional.interpolate(square, (rows, columns), mode="bicubic")[0]  # [D, rows, columns]
+    return found[:, places[:, 0].to(table.device), places[:, 1].to(table.device)].T
+
+
+def side_by_side(head_dim: int) -> Tensor:
+    """int64 [head_dim]: which of a head's numbers is at each place for ``Turns`` where each pair lies side by
+    side, and pairs turn by column and row by turns."""
+    columns, rows = torch.arange(head_dim).view(-1, 2, 2).unbind(1)  # [head_dim / 4, 2]
+    return torch.cat((rows, columns)).T.flatten()
 
 
 def learned_positions(table: Tensor, places: Tensor, rows: int, columns: int) -> Tensor:

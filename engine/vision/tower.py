@@ -15,7 +15,7 @@ from ..model.layers import LayerLoader
 from .config import VisionConfig
 from .encoder import Layer, Projector, linear, norm
 from .patches import grid_of, patches_of, places_of, windows_of
-from .positions import learned_positions, turns_of
+from .positions import learned_positions, stretched_positions, turns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class VisionTower:
         self._norm = norm(config, f"{prefix}{names.patch_norm}", load) if names.patch_norm else None
         self._table = load.whole_tensor(f"{prefix}{names.positions}.weight") if tower.grid else None
         self._layers = [Layer(config, i, load) for i in range(tower.num_layers)]
+        self._final = norm(config, f"{prefix}{names.final_norm}", load) if names.final_norm else None
         self._projector = Projector(config, f"{prefix}{names.projector}", load)
         deep = (f"{prefix}{names.deep_projector.format(i)}" for i in range(len(tower.deep_layers)))
         self._deep = {
@@ -59,7 +60,8 @@ class VisionTower:
         if self._norm is not None:
             x = self._norm(x)
         if self._table is not None:
-            x = x + learned_positions(self._table, places, rows, columns).to(x.dtype)
+            positions_of = stretched_positions if self.config.names.bicubic else learned_positions
+            x = x + positions_of(self._table, places, rows, columns).to(x.dtype)
         windows = windows_of(rows, columns, tower)
         x, places = x[windows.order.to(self._device)], places[windows.order]
         turns = turns_of(places, tower, self.config.names.column_rope, self._device)
@@ -68,6 +70,7 @@ class VisionTower:
             x = layer(x, turns, ((1, len(x)),) if i in tower.full_layers else windows.runs)
             if i in self._deep:
                 deep.append(self._deep[i](x))
+        x = x if self._final is None else self._final(x)
         back = windows.back.to(self._device)
         features = [each[back].to(self._dtype) for each in (self._projector(x), *deep)]
         return ImageFeatures(features[0], tuple(features[1:]))

@@ -4,6 +4,7 @@ images."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import (
@@ -68,7 +69,7 @@ MISTRAL_4 = {
 
 
 def in_parts(
-    config: type[PreTrainedConfig], images: dict[str, Any], model_type: str | None = None
+    config: Callable[..., PreTrainedConfig], images: dict[str, Any], model_type: str | None = None
 ) -> Callable[..., PreTrainedConfig]:
     """Make the configuration of the text model's values, with the smallest part for images."""
 
@@ -88,7 +89,7 @@ WRAPPED: Families = {
     ),
     "kimi_k25": (
         Kimi_K25ForConditionalGeneration,
-        in_parts(Kimi_K25Config, KIMI_IMAGES, "deepseek_v3"),
+        in_parts(partial(Kimi_K25Config, projection_hidden_size=16), KIMI_IMAGES, "deepseek_v3"),
         {
             **LATENT,
             "q_lora_rank": 40,

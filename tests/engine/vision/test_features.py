@@ -61,7 +61,7 @@ def test_features_are_transformers(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("multiplies", [False, True])
-@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, multiplies: bool
 ) -> None:
@@ -111,6 +111,8 @@ def test_patches_are_those_of_transformers_image_processors(
         ("mistral3", {"multimodal_projector_bias": True, "projector_hidden_act": "silu"}),
         ("mistral3", {"rms_norm_eps": 0.3}),
         ("mistral3", {"hidden_act": "silu", "spatial_merge_size": 1}),
+        ("kimi_k25", {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}),
+        ("kimi_k25", {"hidden_act": "gelu", "projection_layer_norm_eps": 0.3}),
         ("qwen2_5_vl", {"hidden_act": "gelu", "window_size": 84, "fullatt_block_indexes": []}),
         ("qwen3_vl", {"temporal_patch_size": 1, "deepstack_visual_indexes": []}),
     ],

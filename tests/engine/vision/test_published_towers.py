@@ -34,6 +34,20 @@ PIXTRAL = {
     "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "pixtral",
     "num_attention_heads": 16, "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14,
 }  # fmt: skip
+KIMI = {
+    "init_pos_emb_height": 64, "init_pos_emb_time": 4, "init_pos_emb_width": 64, "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool", "mm_hidden_size": 1152, "mm_projector_type": "patchmerger", "patch_size": 14,
+    "pos_emb_type": "divided_fixed", "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
+    "text_hidden_size": 7168, "video_attn_type": "spatial_temporal", "vt_hidden_size": 1152,
+    "vt_intermediate_size": 4304, "vt_num_attention_heads": 16, "vt_num_hidden_layers": 27,
+}  # fmt: skip
+KIMI_FILE = {
+    "media_proc_cfg": {
+        "in_patch_limit": 16384, "patch_size": 14, "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5], "merge_kernel_size": 2,
+        "fixed_output_tokens": None, "patch_limit_on_one_side": 512,
+    }
+}  # fmt: skip
 QWEN_FILE = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "do_rescale": None, "size": {}}
 
 
@@ -95,3 +109,14 @@ def test_mistral_small_3_1(tmp_path: Path, rope: dict[str, Any]) -> None:
     assert millions(found, "vision_tower.") == pytest.approx(403, abs=1)
     assert (found.tower.theta, found.tower.activation, found.tower.projector_eps) == (1e4, "silu", 1e-5)
     assert found.num_rows(1540, 1036) == 55 * 37
+
+
+def test_kimi_k2_5(tmp_path: Path) -> None:
+    text = {**TEXT, "hidden_size": 7168, "model_type": "kimi_k2"}
+    found = published(tmp_path, "KimiK25ForConditionalGeneration", KIMI, KIMI_FILE, text_config=text)
+    assert found.expected_tensors()["mm_projector.proj.2.weight"] == (7168, 4608)
+    assert found.expected_tensors()["vision_tower.encoder.blocks.26.wqkv.weight"] == (3456, 1152)
+    assert found.expected_tensors()["vision_tower.patch_embed.pos_emb.weight"] == (64, 64, 1152)
+    assert millions(found, "vision_tower.") == pytest.approx(417, abs=1)
+    assert (found.tower.head_dim, found.tower.theta, found.tower.pixels.mean) == (72, 1e4, (0.5, 0.5, 0.5))
+    assert 3e9 < found.step_bytes(2) < 4e9
