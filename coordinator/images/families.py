@@ -1,31 +1,24 @@
 """The images of each family: sizes, and the tokens that stand for one.
 
-By config.json and the files of the image processor beside it, preprocessor_config.json and
-processor_config.json. Sizes, resizing and tokens are those of transformers' processors that use Pillow.
+Sizes, resizing and tokens are those of transformers' processors, of those that use Pillow to the last bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from ...transport.messages.images import MAX_PIXEL_BYTES
 from .reading import BICUBIC
-from .rules import ImageRules, NoImages
+from .rules import MOST_PIXELS, ImageRules
 
-IdOf = Callable[[str], int | None]
-Read = Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any], IdOf], ImageRules]
-"""From config.json, the image processor's options, processor_config.json and the tokenizer. Raises
-ValueError."""
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
 
 MAX_RATIO = 200
 """The longer side of an image over its shorter one, for Qwen's models."""
-QWEN_PATCHES = {"qwen2_5_vl": 14, **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), 16)}
-"""The pixels of a patch's side where config.json leaves them out, by family."""
-FIXED = {"do_resize": True, "resample": BICUBIC, "do_convert_rgb": True, "do_center_crop": False}
-"""Options of image processors, each with the only value that is built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +47,6 @@ class QwenImages(ImageRules):
             rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
         return rows * side, columns * side
 
-    def layout(self, rows: int, columns: int) -> list[int | None]:
-        return [None] * (rows * columns)
-
     def num_positions(self, rows: int, columns: int) -> int:
         return max(rows, columns)
 
@@ -70,10 +60,6 @@ class PixtralImages(ImageRules):
     row_end: int
     image_end: int
 
-    @property
-    def least(self) -> int:
-        return self.side * self.side
-
     def size(self, height: int, width: int) -> tuple[int, int]:
         shrink = max(height / self.most_height, width / self.most_width)
         if shrink > 1:
@@ -86,9 +72,6 @@ class PixtralImages(ImageRules):
         row = [*[None] * columns, self.row_end]
         return [*(row * rows)[:-1], self.image_end]
 
-    def num_positions(self, rows: int, columns: int) -> int:
-        return 0
-
 
 @dataclass(frozen=True, slots=True)
 class KimiImages(ImageRules):
@@ -98,10 +81,6 @@ class KimiImages(ImageRules):
     most_patches: int
     most_patches_a_side: int
 
-    @property
-    def least(self) -> int:
-        return self.side * self.side
-
     def size(self, height: int, width: int) -> tuple[int, int]:
         num_patches = max(1, height // self.patch) * max(1, width // self.patch)
         most = min(self.most_patches, (self.bound or MAX_PIXEL_BYTES) // self.patch**2)
@@ -109,119 +88,55 @@ class KimiImages(ImageRules):
         scale = min(1.0, math.sqrt(most / num_patches), longest / height, longest / width)
         return min(longest, max(1, int(height * scale))), min(longest, max(1, int(width * scale)))
 
+
+@dataclass(frozen=True, slots=True)
+class InternVLImages(ImageRules):
+    """InternVL: an image is stretched over a grid of square tiles, about of its shape, and cut into them; a
+    thumbnail follows. The tiles stand below each other."""
+
+    tile: int
+    least_tiles: int
+    most_tiles: int
+    start: int
+    end: int
+
+    @property
+    def least(self) -> int:
+        return self.tile * self.tile
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        room = min(self.bound or MOST_PIXELS, MOST_PIXELS) // self.tile**2 - 1  # for the thumbnail
+        shape, least, found = width / height, math.inf, (1, 1)
+        for columns, rows in _grids(self.least_tiles, max(1, min(self.most_tiles, room))):
+            difference = abs(shape - columns / rows)
+            fills_half = height * width > 0.5 * self.tile * self.tile * columns * rows
+            if difference < least or (difference == least and fills_half):
+                least, found = difference, (columns, rows)
+        return found[1] * self.tile, found[0] * self.tile
+
+    def fitted(self, picture: Picture) -> Picture:
+        from PIL import Image
+
+        height, width = self.bounded_size(picture.height, picture.width)
+        side, whole = self.tile, picture.resize((width, height), BICUBIC)
+        corners = [(x, y) for y in range(0, height, side) for x in range(0, width, side)]
+        tiles = [whole.crop((x, y, x + side, y + side)) for x, y in corners]
+        if len(tiles) > 1:
+            tiles.append(picture.resize((side, side), BICUBIC))
+        column = Image.new("RGB", (side, side * len(tiles)))
+        for number, tile in enumerate(tiles):
+            column.paste(tile, (0, side * number))
+        return column
+
     def layout(self, rows: int, columns: int) -> list[int | None]:
-        return [None] * (rows * columns)
-
-    def num_positions(self, rows: int, columns: int) -> int:
-        return 0
+        return [self.start, *[None] * (rows * columns), self.end]
 
 
-def image_rules(
-    config: Mapping[str, Any], preprocessor: Mapping[str, Any], processor: Mapping[str, Any], id_of: IdOf
-) -> ImageRules | NoImages:
-    """Return the rules by the contents of config.json, preprocessor_config.json and processor_config.json.
-
-    ``id_of`` returns a token's id.
-    """
-    family, nested = config.get("model_type"), processor.get("image_processor")
-    options = nested if isinstance(nested, dict) else preprocessor
-    if config.get("vision_config") is None:
-        return NoImages()
-    if family not in (*QWEN_PATCHES, *OTHERS):
-        return NoImages(f"images are not built for {family!r}")
-    if isinstance(options.get("media_proc_cfg"), dict):
-        options = {**options, **options["media_proc_cfg"]}
-    for name, built in FIXED.items():
-        if (asked := options.get(name)) not in (None, built):
-            return NoImages(f"its image processor has {name} {asked!r}, which is not built")
-    try:
-        if family in OTHERS:
-            return OTHERS[family](config, options, processor, id_of)
-        return _qwen(config, options, QWEN_PATCHES[family], id_of)
-    except ValueError as error:
-        return NoImages(str(error))
-
-
-def _qwen(config: Mapping[str, Any], options: Mapping[str, Any], patch: int, id_of: IdOf) -> QwenImages:
-    vision = _object(config, "vision_config")
-    patch, merge = _number(vision, "patch_size", patch), _number(vision, "spatial_merge_size", 2)
-    _check_same(options, {"patch_size": patch, "merge_size": merge})
-    size = _object(options, "size")
-    least = _number(options, "min_pixels", _number(size, "shortest_edge", 56 * 56))
-    most = _number(options, "max_pixels", _number(size, "longest_edge", 28 * 28 * 1280))
-    if least > most:
-        raise ValueError(f"the image processor's bounds are {least} and {most} pixels; the first is larger")
-    token = "<|image_pad|>"
-    return QwenImages(token, _id(config, token, id_of), patch * merge, least, most)
-
-
-def _pixtral(
-    config: Mapping[str, Any], options: Mapping[str, Any], processor: Mapping[str, Any], id_of: IdOf
-) -> PixtralImages:
-    vision = _object(config, "vision_config")
-    patch, merge = _number(vision, "patch_size", 16), _number(config, "spatial_merge_size", 2)
-    _check_same(processor, {"patch_size": patch, "spatial_merge_size": merge})
-    size, side = _object(options, "size"), patch * merge
-    longest = _number(size, "longest_edge", 1024)
-    height, width = (longest if "longest_edge" in size else _number(size, of, longest) for of in SIDES)
-    largest = _number(vision, "image_size", 1024)
-    if -(-max(height, width) // side) * side > largest:
-        raise ValueError(f"its image processor allows {max(height, width)} pixels, its tower {largest}")
-    token, ends = "[IMG]", [id_of(end) for end in ("[IMG_BREAK]", "[IMG_END]")]
-    if None in ends:
-        raise ValueError("its tokenizer has no [IMG_BREAK] or no [IMG_END]")
-    row_end, image_end = (end or 0 for end in ends)
-    return PixtralImages(
-        token, _id(config, token, id_of), side, height, width, row_end=row_end, image_end=image_end
+@lru_cache(maxsize=8)
+def _grids(least: int, most: int) -> list[tuple[int, int]]:
+    """Return columns and rows of all grids of ``least`` to ``most`` tiles, by their number, then by width."""
+    sides = range(1, most + 1)
+    return sorted(
+        ((columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most),
+        key=math.prod,
     )
-
-
-def _kimi(
-    config: Mapping[str, Any], options: Mapping[str, Any], processor: Mapping[str, Any], id_of: IdOf
-) -> KimiImages:
-    vision = _object(config, "vision_config")
-    patch, merge = _number(vision, "patch_size", 14), vision.get("merge_kernel_size", [2, 2])
-    _check_same(options, {"patch_size": patch, "merge_size": 2, "merge_kernel_size": 2})
-    if merge not in (2, [2, 2]) or options.get("fixed_output_tokens") is not None:
-        raise ValueError("its image processor has another merge_kernel_size than 2, or fixed_output_tokens")
-    size, token = _object(options, "size"), "<|media_pad|>"
-    most = _number(options, "in_patch_limit", _number(options, "max_patches", 16384))
-    a_side = _number(options, "patch_limit_on_one_side", _number(size, "max_height", 512))
-    if a_side != _number(size, "max_width", a_side):
-        raise ValueError("its image processor has size with another max_height than max_width")
-    return KimiImages(token, _id(config, token, id_of), 2 * patch, patch, most, a_side)
-
-
-OTHERS: dict[str, Read] = {"mistral3": _pixtral, "kimi_k25": _kimi}
-SIDES = ("height", "width")
-
-
-def _id(config: Mapping[str, Any], token: str, id_of: IdOf) -> int:
-    """Return the id of the token that stands for an image."""
-    names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
-    named = next((config[name] for name in names if name in config), None)
-    if (found := id_of(token)) is None or named not in (None, found):
-        raise ValueError(f"its tokenizer has {token} as {found}, its config.json as {named}")
-    return found
-
-
-def _check_same(options: Mapping[str, Any], vision: Mapping[str, int]) -> None:
-    for name, value in vision.items():
-        if (asked := options.get(name)) not in (None, value, {"height": value, "width": value}):
-            raise ValueError(f"its image processor has {name} {asked!r}, its config.json {value}")
-
-
-def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an object; empty where it is left out. Raises ValueError."""
-    found = values.get(name)
-    if found is not None and not isinstance(found, dict):
-        raise ValueError(f"{name} must be an object, not {found!r}")
-    return found or {}
-
-
-def _number(values: Mapping[str, Any], name: str, default: int) -> int:
-    """Return a whole number above 0. Raises ValueError."""
-    found = default if values.get(name) is None else values[name]
-    if type(found) is not int or not 0 < found < 1 << 31:
-        raise ValueError(f"{name} must be a whole number above 0, not {found!r}")
-    return found

@@ -45,18 +45,18 @@ class ImageRules(ABC):
         """Return the height and width that an image is resized to; black rows and columns follow up to
         multiples of ``side``. Raises ValueError."""
 
-    @abstractmethod
     def layout(self, rows: int, columns: int) -> list[int | None]:
         """Return the ids of an image's tokens; None: one with a feature."""
+        return [None] * (rows * columns)
 
-    @abstractmethod
     def num_positions(self, rows: int, columns: int) -> int:
         """Return ``Image.num_positions``."""
+        return 0
 
     @property
-    @abstractmethod
     def least(self) -> int:
         """Pixels that each image has at least."""
+        return self.side * self.side
 
     def bounded_by(self, bound: int | None) -> Self:
         """Return the rules of a server with a bound of its own. Raises ValueError."""

@@ -23,6 +23,7 @@ LARGEST = {
     "block_ff_dim": 1 << 22, "depth": 1024, "num_heads": 4096, "patch_size": 256, "temporal_patch_size": 16,
     "spatial_merge_size": 16, "out_hidden_size": 1 << 20, "window_size": 1 << 16,
     "num_position_embeddings": 1 << 20, "pos_emb_height": 1 << 10, "pos_emb_width": 1 << 10,
+    "image_size": 1 << 16,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from .pixel_rules import PixelRules
+
+Activation = Literal["gelu", "gelu_tanh", "silu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,10 @@ class TowerNames:
     positions    a square of them, stretched by bicubic interpolation where ``bicubic``; else see
                  ``learned_positions``
     final_norm   of the last layer's outputs
+    class_token  the whole name of a vector beside the patches of each window; ``positions``, then a whole
+                 name, has its position before those of a window
+    scales       whole names; what is added to the residual is multiplied by them
+    merged_norm  the projector's norm is LayerNorm of groups of patches, and its inner size the decoder's
     """
 
     prefixes: tuple[str, ...]
@@ -49,8 +58,56 @@ class TowerNames:
     bicubic: bool = False
     side_by_side: bool = False
     final_norm: str = ""
+    class_token: str = ""
+    scales: tuple[str, ...] = ()
+    qk_norms: tuple[str, ...] = ()
+    qkv_biases: bool = True
+    merged_norm: bool = False
     deep_projector: str = ""
     column_rope: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """What a vision tower consists of.
+
+    num_frames   a still image stands for as many frames of a video
+    merge_size   patches in a row, and in a column, that become one row of embeddings
+    out_size     numbers of an embedding: the decoder's hidden_size
+    theta        of the rotary embedding; 0: there is none
+    grid         rows, and columns, of the table of learned positions; 0: there is none
+    deep_layers  whose outputs are added behind the decoder's first layers, by number
+    window       rows, and columns, of embeddings that attend to each other alone; 0: all do
+    full_layers  in which all patches attend to each other all the same, by number
+    """
+
+    names: TowerNames
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    num_frames: int
+    merge_size: int
+    out_size: int
+    activation: Activation
+    projector_activation: Activation
+    projector_eps: float
+    projector_bias: bool
+    theta: float
+    pixels: PixelRules
+    grid: int = 0
+    deep_layers: tuple[int, ...] = ()
+    window: int = 0
+    full_layers: tuple[int, ...] = ()
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def merged_size(self) -> int:
+        return self.hidden_size * self.merge_size**2
 
 
 QWEN_2_5 = TowerNames(
@@ -81,4 +138,15 @@ KIMI = TowerNames(
     projector_norm="pre_norm", merge="", first="proj.0", second="proj.2", eps=1e-5, biases=True,
     layer_norms=True, has_frames=False, patch_bias=True, positions="vision_tower.patch_embed.pos_emb",
     bicubic=True, side_by_side=True, final_norm="vision_tower.encoder.final_layernorm",
+)  # fmt: skip
+INTERNVL = TowerNames(
+    prefixes=("", "model."), patches="vision_tower.embeddings.patch_embeddings.projection",
+    layer="vision_tower.encoder.layer.{}", projector="multi_modal_projector",
+    norm_1="layernorm_before", norm_2="layernorm_after",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"), o="attention.projection_layer",
+    gate="", up="mlp.fc1", down="mlp.fc2", qk_norms=("attention.q_norm", "attention.k_norm"),
+    projector_norm="layer_norm", merge="", first="linear_1", second="linear_2", eps=1e-6, biases=True,
+    layer_norms=True, has_frames=False, patch_bias=True,
+    positions="vision_tower.embeddings.position_embeddings",
+    class_token="vision_tower.embeddings.cls_token", scales=("lambda_1", "lambda_2"), merged_norm=True,
 )  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .families import Tower
+from .names import Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,12 @@ class Turns:
         return torch.cat((a * self.cos - b * self.sin, b * self.cos + a * self.sin), dim=-1).to(x.dtype)
 
 
-def turns_of(places: Tensor, tower: Tower, column_rope: bool, device: torch.device) -> Turns:
+def turns_of(
+    places: Tensor, tower: Tower, column_rope: bool, device: torch.device
+) -> Callable[[Tensor], Tensor]:
     """``places``: int64 [patches, 2]. ``column_rope``: see ``TowerNames``."""
+    if not tower.theta:
+        return lambda x: x
     exponents = torch.arange(0, tower.head_dim, 2, dtype=torch.int64).float() / tower.head_dim
     frequencies = 1.0 / (tower.theta**exponents)
     each = frequencies[0::2], frequencies[1::2] if column_rope else frequencies[0::2]

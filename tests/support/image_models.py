@@ -18,12 +18,15 @@ from .models import make_decisive, name_as_published
 
 MARKS = [
     *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-    *("<|media_begin|>", "<|media_pad|>", "<|media_end|>"),
+    *("<|media_begin|>", "<|media_pad|>", "<|media_end|>", "<img>", "<IMG_CONTEXT>", "</img>"),
 ]
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"
 PIXTRAL = "[IMG]", "[IMG]"
 KIMI = "<|media_begin|>image<|media_pad|><|media_end|>", "<|media_pad|>"
-FORMS = dict.fromkeys(("mistral3", "mistral3_ministral", "mistral3_mistral4"), PIXTRAL) | {"kimi_k25": KIMI}
+INTERNVL = "<IMG_CONTEXT>\n", "<IMG_CONTEXT>"
+INTERNVLS = "internvl", "internvl_qwen3", "internvl_qwen3_moe", "internvl_gpt_oss"
+MISTRALS = "mistral3", "mistral3_ministral", "mistral3_mistral4"
+FORMS = {"kimi_k25": KIMI, **dict.fromkeys(INTERNVLS, INTERNVL), **dict.fromkeys(MISTRALS, PIXTRAL)}
 """What the template writes for an image, and the token of it that stands for the image; else QWEN."""
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
@@ -49,9 +52,8 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": QWEN_3,
     "qwen3_vl_moe": QWEN_3,
     "qwen3_5_images": QWEN_3,
-    "mistral3": {"size": {"longest_edge": 154}},
-    "mistral3_ministral": {"size": {"longest_edge": 154}},
-    "mistral3_mistral4": {"size": {"longest_edge": 154}},
+    **{key: {"size": {"height": 56, "width": 56}, "max_patches": 6} for key in INTERNVLS},
+    **{key: {"size": {"longest_edge": 154}} for key in MISTRALS},
 }
 VISION: dict[str, dict[str, Any]] = {
     "kimi_k25": {},
@@ -59,9 +61,8 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"patch_size": 16},
     "qwen3_vl_moe": {"patch_size": 16},
     "qwen3_5_images": {"patch_size": 16},
-    "mistral3": {"image_size": 168},
-    "mistral3_ministral": {"image_size": 168},
-    "mistral3_mistral4": {"image_size": 168},
+    **{key: {} for key in INTERNVLS},
+    **{key: {"image_size": 168} for key in MISTRALS},
 }
 
 

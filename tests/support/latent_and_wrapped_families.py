@@ -14,6 +14,8 @@ from transformers import (
     Exaone4_5_ForConditionalGeneration,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     Mistral3Config,
@@ -53,6 +55,15 @@ QWEN_IMAGES = {
     "patch_size": 14,
 }
 QWEN_3_IMAGES = {**QWEN_IMAGES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+INTERNVL_IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "attention_bias": True,
+}
 KIMI_IMAGES = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -86,6 +97,28 @@ WRAPPED: Families = {
         Exaone4_5_ForConditionalGeneration,
         in_parts(Exaone4_5_Config, {**QWEN_IMAGES, "num_key_value_heads": 1}, "exaone4"),
         {"head_dim": 24, "sliding_window": 24, "sliding_window_pattern": 2, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "internvl": (InternVLForConditionalGeneration, in_parts(InternVLConfig, INTERNVL_IMAGES, "qwen2"), {}),
+    "internvl_qwen3": (
+        InternVLForConditionalGeneration,
+        in_parts(InternVLConfig, INTERNVL_IMAGES, "qwen3"),
+        {"head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "internvl_qwen3_moe": (
+        InternVLForConditionalGeneration,
+        in_parts(InternVLConfig, INTERNVL_IMAGES, "qwen3_moe"),
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "internvl_gpt_oss": (
+        InternVLForConditionalGeneration,
+        in_parts(InternVLConfig, INTERNVL_IMAGES, "gpt_oss"),
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
     ),
     "kimi_k25": (
         Kimi_K25ForConditionalGeneration,

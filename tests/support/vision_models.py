@@ -21,6 +21,7 @@ from .models import name_as_published
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "num_attention_heads": 2, "head_dim": 16}
 MORE: dict[str, dict[str, Any]] = {
+    "internvl": {"num_hidden_layers": 3},
     "kimi_k25": {
         "num_hidden_layers": 3,
         "projection_hidden_size": 32,
@@ -35,6 +36,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 """By family: the tower's values that are not the smallest ones."""
 PATCH_SIZE = 14
+TILE = 56  # InternVL's; its images are one tile wide
 
 
 def make_vision_checkpoint(
@@ -94,6 +96,10 @@ def processed(family: str, image: NDArray[np.uint8], **options: Any) -> dict[str
         tiles = values.unfold(1, PATCH_SIZE, PATCH_SIZE).unfold(2, PATCH_SIZE, PATCH_SIZE)
         grid = torch.tensor([[1, rows, columns]])
         return {"pixel_values": tiles.permute(1, 2, 0, 3, 4).flatten(0, 1), "image_grid_thw": grid}
+    if family == "internvl":
+        tiles = np.split(image, len(image) // TILE)
+        values = [processed("mistral3", tile, **options)["pixel_values"] for tile in tiles]
+        return {"pixel_values": torch.cat(values)}
     kind = PixtralImageProcessorPil if family == "mistral3" else Qwen2VLImageProcessorPil
     size = {"height": PATCH_SIZE, "width": PATCH_SIZE} if family == "mistral3" else PATCH_SIZE
     return dict(kind(patch_size=size, **options)(image, do_resize=False, return_tensors="pt"))
@@ -108,4 +114,5 @@ def their_features(
     with torch.inference_mode():
         found = model.model.get_image_features(**inputs)
     deep = getattr(found, "deepstack_features", None) or ()
-    return [each if isinstance(each, Tensor) else each[0] for each in (found.pooler_output, *deep)]
+    rows = [each if isinstance(each, Tensor) else each[0] for each in (found.pooler_output, *deep)]
+    return [each.flatten(0, -2) for each in rows]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image as pillow
 from support.image_models import CHAT, PREPROCESSORS, encoded, of, part, picture, text, write_image_model
 from support.their_images import their_kimi_pixels
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral import image_processing_pil_pixtral as with_pillow
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
@@ -34,7 +35,7 @@ SIDES = {
 SIZES = st.tuples(st.integers(1, 400), st.integers(1, 400))
 FEW = settings(max_examples=40, deadline=None)
 
-FAMILIES = ("kimi_k25", "qwen2_5_vl", "qwen3_vl", "mistral3")
+FAMILIES = ("internvl", "kimi_k25", "qwen2_5_vl", "qwen3_vl", "mistral3")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,9 @@ def their_pixels(family: str, image: pillow.Image) -> np.ndarray[Any, Any]:
     if family == "kimi_k25":
         return their_kimi_pixels(image, PREPROCESSORS[family]["media_proc_cfg"])
     options: dict[str, Any] = {**PREPROCESSORS[family], "do_rescale": False, "do_normalize": False}
+    if family == "internvl":
+        found = GotOcr2ImageProcessorPil(**options, crop_to_patches=True)(images=[image])
+        return np.moveaxis(np.concatenate(found["pixel_values"], axis=1), 0, -1)
     if family == "mistral3":
         found = with_pillow.PixtralImageProcessorPil(**options)(images=[image], patch_size=SIDES[family])
         return np.moveaxis(np.asarray(found["pixel_values"][0]), 0, -1)
@@ -156,6 +160,11 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "file", "path", "value", "why"),
     [
+        ("internvl", "config", "vision_config.image_size", 112, r"size [56, 56], its config.json 112"),
+        ("internvl", "config", "downsample_ratio", 0.25, "or another downsample_ratio"),
+        ("internvl", "config", "vision_config.patch_size", [14, 7], "patch_size must be a whole number"),
+        ("internvl", "preprocessor_config", "size", None, "size [384, 384], its config.json 56"),
+        ("internvl", "processor_config", "image_seq_length", 9, "image_seq_length 9, its config.json 4"),
         ("kimi_k25", "config", "image_token_id", 5, "its config.json as 5"),
         ("kimi_k25", "config", "vision_config.merge_kernel_size", [1, 2], "another merge_kernel_size than 2"),
         (

@@ -15,18 +15,19 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from splitserve.coordinator.errors import CannotStart
 from splitserve.coordinator.generate.plan import Planner, parse
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.images.families import KimiImages, PixtralImages, QwenImages
+from splitserve.coordinator.images.families import InternVLImages, KimiImages, PixtralImages, QwenImages
 from splitserve.coordinator.images.rules import ImageRules
 from splitserve.coordinator.text.served_model import ServedModel
 
 QWEN = QwenImages("<i>", 1, 32, 4096, 32 * 32 * 40)
 PIXTRAL = PixtralImages("<i>", 1, 28, 154, 154, row_end=2, image_end=3)
+INTERNVL = InternVLImages("<i>", 1, 28, 56, 1, 6, 2, 3)
 KIMI = KimiImages("<i>", 1, 28, 14, 80, 11)
 SIDE = st.integers(1, 600)
 
 
 @given(height=SIDE, width=SIDE, bound=st.integers(4096, 50_000))
-@pytest.mark.parametrize("rules", [KIMI, QWEN, PIXTRAL])
+@pytest.mark.parametrize("rules", [INTERNVL, KIMI, QWEN, PIXTRAL])
 def test_no_image_is_larger(rules: ImageRules, height: int, width: int, bound: int) -> None:
     try:
         usual = rules.fitted(Image.new("RGB", (width, height))).size

@@ -11,8 +11,9 @@ import pytest
 import torch
 from PIL import Image as Pillow
 from support.engines import engine_config
-from support.image_models import PREPROCESSORS, data_url, encoded, make_image_model, picture
+from support.image_models import INTERNVLS, PREPROCESSORS, data_url, encoded, make_image_model, picture
 from support.their_images import their_kimi_inputs
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -34,6 +35,7 @@ from splitserve.transport.messages.messages import Peer, RequestSpec, SamplingPa
 BLOCK_SIZE, NUM_BLOCKS, NUM_OUTPUTS = 8, 96, 64
 PEER = Peer(worker_id="d", incarnation=1, address="")
 FAMILIES = (
+    *INTERNVLS,
     "kimi_k25",
     "qwen2_5_vl",
     "qwen3_vl",
@@ -73,6 +75,9 @@ class Model:
         options = {**PREPROCESSORS[self.family], "return_tensors": "pt"}
         if self.family == "kimi_k25":
             inputs = their_kimi_inputs(pictures, PREPROCESSORS["kimi_k25"]["media_proc_cfg"])
+        elif "internvl" in self.family:
+            inputs = dict(GotOcr2ImageProcessorPil(**options, crop_to_patches=True)(pictures))
+            del inputs["num_patches"]
         elif "mistral3" in self.family:
             options["patch_size"] = 2 * self.theirs.config.vision_config.patch_size
             inputs = dict(PixtralImageProcessorPil(**options)(pictures, return_tensors="pt"))

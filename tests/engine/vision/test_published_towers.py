@@ -120,3 +120,34 @@ def test_kimi_k2_5(tmp_path: Path) -> None:
     assert millions(found, "vision_tower.") == pytest.approx(417, abs=1)
     assert (found.tower.head_dim, found.tower.theta, found.tower.pixels.mean) == (72, 1e4, (0.5, 0.5, 0.5))
     assert 3e9 < found.step_bytes(2) < 4e9
+
+
+INTERNVL = {
+    "attention_bias": True, "hidden_act": "gelu", "hidden_size": 1024, "image_size": [448, 448],
+    "intermediate_size": 4096, "layer_norm_eps": 1e-6, "norm_type": "layer_norm",
+    "model_type": "internvl_vision", "num_attention_heads": 16, "num_channels": 3, "num_hidden_layers": 24,
+    "patch_size": [14, 14], "use_absolute_position_embeddings": True, "use_mask_token": False,
+    "use_mean_pooling": True, "use_qk_norm": False,
+}  # fmt: skip
+INTERNVL_6B = {
+    **INTERNVL, "attention_bias": False, "hidden_size": 3200, "intermediate_size": 12800,
+    "norm_type": "rms_norm", "num_attention_heads": 25, "num_hidden_layers": 45, "use_qk_norm": True,
+}  # fmt: skip
+INTERNVL_FILE = {
+    "crop_to_patches": False, "size": {"height": 448, "width": 448}, "image_mean": [0.485, 0.456, 0.406]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("vision", "size"), [(INTERNVL, 304), (INTERNVL_6B, 5536)])
+def test_internvl(tmp_path: Path, vision: dict[str, Any], size: int) -> None:
+    text = {**TEXT, "model_type": "qwen3"}
+    architecture = "InternVLForConditionalGeneration"
+    found = published(tmp_path, architecture, vision, INTERNVL_FILE, text_config=text)
+    assert millions(found, "vision_tower.") == pytest.approx(size, abs=1)
+    width = vision["hidden_size"]
+    assert found.expected_tensors()["vision_tower.embeddings.position_embeddings"] == (1, 1025, width)
+    assert found.expected_tensors()["multi_modal_projector.linear_1.weight"] == (4096, 4 * width)
+    assert found.num_rows(7 * 448, 448) == 7 * 256
+    assert found.tower.pixels.mean == (0.485, 0.456, 0.406)
+    with pytest.raises(ValueError, match="both must be multiples of 448"):
+        found.num_rows(448, 28)

@@ -20,6 +20,7 @@ from splitserve.engine.model.model_folder import check_model_folder, content_nam
 from splitserve.engine.vision.config import VisionConfig, tower_of, vision_config
 
 NAMES = {
+    "internvl": ("vision_tower.", "multi_modal_projector."),
     "kimi_k25": ("vision_tower.", "mm_projector."),
     "mistral3": ("vision_tower.", "multi_modal_projector."),
     "qwen2_5_vl": ("visual.",),
@@ -79,6 +80,15 @@ def test_exactly_the_towers_tensors_are_expected_and_counted(tmp_path: Path, fam
         (
             "mistral3",
             [
+                ("language_model.model.", "model.language_model."),
+                ("vision_tower.", "model.vision_tower."),
+                ("multi_modal_projector.", "model.multi_modal_projector."),
+            ],
+        ),
+        (
+            "internvl",
+            [
+                ("language_model.lm_head.", "lm_head."),
                 ("language_model.model.", "model.language_model."),
                 ("vision_tower.", "model.vision_tower."),
                 ("multi_modal_projector.", "model.multi_modal_projector."),
@@ -157,6 +167,11 @@ def test_quantised_and_misshapen_towers_are_left_out(
         ("qwen3_vl", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not built"),
         ("qwen3_vl", {"rope_parameters": {"rope_theta": 0}}, "rope_theta 0.0 is not built"),
         ("qwen3_vl", {"rope_parameters": {"rope_theta": "much"}}, "of the wrong type"),
+        ("internvl", {"norm_type": "batch_norm"}, "norm_type 'batch_norm'"),
+        ("internvl", {"use_mean_pooling": False}, r"use_mean_pooling False \(known: True\)"),
+        ("internvl", {"vision_feature_layer": -2}, r"vision_feature_layer -2 \(known: -1\)"),
+        ("internvl", {"image_size": [70, 70]}, "image_size 70 with patch_size 14"),
+        ("internvl", {"image_size": [56, 28]}, "'image_size' must be a positive whole number"),
         ("kimi_k25", {"pos_emb_width": 6}, "pos_emb_height 5 with pos_emb_width 6"),
         ("kimi_k25", {"merge_kernel_size": [2, 1]}, r"merge_kernel_size \[2, 1\] \(known: \[2, 2\]\)"),
         ("kimi_k25", {"mm_projector_type": "patchmergerv2"}, "mm_projector_type 'patchmergerv2'"),
