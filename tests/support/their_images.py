@@ -1,8 +1,9 @@
-"""Images as transformers' processors that need torchvision have them, without it."""
+"""Images as transformers' processors have them, without torchvision, and what its models answer."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from .image_models import PREPROCESSORS
 
 
 @contextmanager
@@ -57,6 +63,29 @@ def their_kimi_inputs(pictures: Sequence[Image.Image], options: Mapping[str, Any
         values.append(tiles.reshape(-1, 3, side, side))
         grids.append([1, rows, columns])
     return {"pixel_values": torch.cat(values), "image_grid_thw": torch.tensor(grids)}
+
+
+def their_logits(model: Any, family: str, ids: Sequence[int], first: int, *files: bytes) -> Tensor:
+    """[len(ids) - first, vocabulary], for a prompt with files of images; no mark of an image is likely."""
+    pictures = [Image.open(io.BytesIO(file)) for file in files]
+    options, mark = {**PREPROCESSORS[family], "return_tensors": "pt"}, model.config.image_token_id
+    tokens = torch.tensor([[*ids]])
+    if family == "kimi_k25":
+        inputs = their_kimi_inputs(pictures, options["media_proc_cfg"])
+    elif "internvl" in family:
+        inputs = dict(GotOcr2ImageProcessorPil(**options, crop_to_patches=True)(pictures))
+        del inputs["num_patches"]
+    elif "mistral3" in family:
+        options["patch_size"] = 2 * model.config.vision_config.patch_size
+        inputs = dict(PixtralImageProcessorPil(**options)(pictures, return_tensors="pt"))
+    else:
+        inputs = dict(Qwen2VLImageProcessorPil(**options)(pictures))
+        inputs["mm_token_type_ids"] = (tokens == mark).int()
+        model.model.rope_deltas = None
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, **inputs).logits[0, first:].clone()
+        logits[:, mark] = -torch.inf
+    return logits
 
 
 def _in_rgb(picture: Image.Image) -> Image.Image:

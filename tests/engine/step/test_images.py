@@ -3,19 +3,14 @@ is made as the coordinator makes it."""
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image as Pillow
 from support.engines import engine_config
-from support.image_models import INTERNVLS, PREPROCESSORS, data_url, encoded, make_image_model, picture
-from support.their_images import their_kimi_inputs
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from support.image_models import INTERNVLS, data_url, encoded, make_image_model, picture
+from support.their_images import their_logits
 
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
 from splitserve.coordinator.generate.prompts import Prompt, prompts_of
@@ -71,25 +66,8 @@ class Model:
 
     def expected(self, prompt: Prompt, answer: list[int], *files: bytes) -> list[int]:
         """What transformers would have chosen at each of the answer's places."""
-        pictures = [Pillow.open(io.BytesIO(file)) for file in files]
-        options = {**PREPROCESSORS[self.family], "return_tensors": "pt"}
-        if self.family == "kimi_k25":
-            inputs = their_kimi_inputs(pictures, PREPROCESSORS["kimi_k25"]["media_proc_cfg"])
-        elif "internvl" in self.family:
-            inputs = dict(GotOcr2ImageProcessorPil(**options, crop_to_patches=True)(pictures))
-            del inputs["num_patches"]
-        elif "mistral3" in self.family:
-            options["patch_size"] = 2 * self.theirs.config.vision_config.patch_size
-            inputs = dict(PixtralImageProcessorPil(**options)(pictures, return_tensors="pt"))
-        else:
-            inputs = dict(Qwen2VLImageProcessorPil(**options)(pictures))
-            self.theirs.model.rope_deltas = None
-        ids = torch.tensor([[*prompt.shown_ids, *answer[:-1]]])
-        if "qwen" in self.family:
-            inputs["mm_token_type_ids"] = (ids == self.mark).int()
-        with torch.inference_mode():
-            logits = self.theirs(input_ids=ids, **inputs).logits[0, len(prompt.token_ids) - 1 :]
-            logits[:, self.mark] = -torch.inf
+        ids = [*prompt.shown_ids, *answer[:-1]]
+        logits = their_logits(self.theirs, self.family, ids, len(prompt.shown_ids) - 1, *files)
         return [int(token) for token in logits.argmax(dim=-1)]
 
 
