@@ -52,6 +52,17 @@ class QwenImages(ImageRules):
 
 
 @dataclass(frozen=True, slots=True)
+class GlmImages(QwenImages):
+    """GLM-4.1V to 4.6V: an image less than ``side`` high or wide is enlarged first."""
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        if min(height, width) < self.side:
+            scale = max(self.side / height, self.side / width)
+            height, width = int(height * scale), int(width * scale)
+        return QwenImages.size(self, height, width)
+
+
+@dataclass(frozen=True, slots=True)
 class PixtralImages(ImageRules):
     """Mistral 3: images are only made smaller, and tokens mark the ends of rows and of the image."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .families import InternVLImages, KimiImages, PixtralImages, QwenImages
+from .families import GlmImages, InternVLImages, KimiImages, PixtralImages, QwenImages
 from .reading import BICUBIC
 from .rules import ImageRules, NoImages
 
@@ -58,6 +58,21 @@ def _qwen(config: Mapping[str, Any], options: Mapping[str, Any], patch: int, id_
         raise ValueError(f"the image processor's bounds are {least} and {most} pixels; the first is larger")
     token = "<|image_pad|>"
     return QwenImages(token, _id(config, token, id_of), patch * merge, least, most)
+
+
+def _glm(
+    config: Mapping[str, Any], options: Mapping[str, Any], processor: Mapping[str, Any], id_of: IdOf
+) -> GlmImages:
+    """The processor's bounds count the pixels of both frames that an image stands for."""
+    vision, size = _object(config, "vision_config"), _object(options, "size")
+    patch, merge = _number(vision, "patch_size", 14), _number(vision, "spatial_merge_size", 2)
+    _check_same(options, {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2})
+    least = _number(size, "shortest_edge", 112 * 112)
+    most = _number(size, "longest_edge", 28 * 28 * 15000)
+    if least > most or least % 2 or most % 2:
+        raise ValueError(f"its image processor has bounds of {least} and {most} pixels, odd or not in order")
+    token = "<|image|>"
+    return GlmImages(token, _id(config, token, id_of), patch * merge, least // 2, most // 2)
 
 
 def _pixtral(
@@ -124,7 +139,12 @@ def _single(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return {key: given[0] if isinstance(given, list) and given[:1] * 2 == given else given}
 
 
-OTHERS: dict[str, Read] = {"mistral3": _pixtral, "kimi_k25": _kimi, "internvl": _internvl}
+OTHERS: dict[str, Read] = {
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _glm),
+    "internvl": _internvl,
+    "kimi_k25": _kimi,
+    "mistral3": _pixtral,
+}
 SIDES = ("height", "width")
 
 

@@ -60,6 +60,16 @@ QWEN_3_EXPERTS = MixtureNames(
     "mlp.gate", "mlp.experts.gate_up_proj", "", "mlp.experts.down_proj", halves=True
 )
 KIMI = _part_of_language_model(MIXTURES["DeepseekV3ForCausalLM"], "mm_projector.")
+GLM = part_of(
+    DENSE["Glm4ForCausalLM"], "model.language_model", "lm_head", ("model.visual.",),
+    {"head_dim": None, "rms_norm_eps": 1e-5},
+)  # fmt: skip
+GLM_EXPERTS = part_of(
+    MIXTURES["Glm4MoeForCausalLM"], "model.language_model", "lm_head", ("model.visual.",),
+    {"attention_bias": True},
+)  # fmt: skip
+GLM_EXPERTS = part_of(MIXTURES["Glm4MoeForCausalLM"], "model.language_model", "lm_head", ("model.visual.",))
+GLM_EXPERTS = replace(GLM_EXPERTS, defaults={**GLM_EXPERTS.defaults, "attention_bias": True})
 INTERNVL = {
     name: _beside_a_projector(text)
     for name, text in {
@@ -80,6 +90,9 @@ WRAPPED: dict[str, Family] = {
         "lm_head",
         ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
     ),
+    "Glm46VForConditionalGeneration": GLM,
+    "Glm4vForConditionalGeneration": GLM,
+    "Glm4vMoeForConditionalGeneration": GLM_EXPERTS,
     "InternVLForConditionalGeneration": replace(INTERNVL["qwen2"], texts=INTERNVL),
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,

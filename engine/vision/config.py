@@ -19,7 +19,7 @@ from ..model.config_values import read_json
 from ..model.families import FAMILIES, architecture_of
 from ..model.weight_headers import StoredTensor, stored_tensors
 from .families import TOWERS
-from .names import Tower, TowerNames
+from .names import GATED, Tower, TowerNames
 from .pixel_rules import CHANNELS
 
 PLAIN = ("F32", "BF16", "F16")
@@ -79,7 +79,7 @@ class VisionConfig:
             yield f"{self.prefix}{n.class_token}", (1, 1, t.hidden_size)
             yield f"{self.prefix}{n.positions}", (1, 1 + t.grid**2, t.hidden_size)
         elif t.grid:
-            places = (t.grid, t.grid) if n.bicubic else (t.grid**2,)
+            places = (t.grid, t.grid) if n.square else (t.grid**2,)
             yield f"{self.prefix}{n.positions}.weight", (*places, t.hidden_size)
         for layer in map(self.layer, range(t.num_layers)):
             yield from self._norm(f"{layer}.{n.norm_1}", t.hidden_size)
@@ -95,11 +95,23 @@ class VisionConfig:
                 yield from _linear(f"{layer}.{name}", outputs, inputs, n.biases)
         if n.final_norm:
             yield from self._norm(f"{self.prefix}{n.final_norm}", t.hidden_size)
+        if n.gated:
+            yield from self._gated_projector()
+            return
         yield from self._projector(
             f"{self.prefix}{n.projector}", t.merged_size if n.merged_norm else t.hidden_size
         )
         for i in range(len(t.deep_layers)):
             yield from self._projector(f"{self.prefix}{n.deep_projector.format(i)}", t.merged_size)
+
+    def _gated_projector(self) -> Iterator[tuple[str, Shape]]:
+        n, t, name = self.names, self.tower, f"{self.prefix}{self.names.projector}"
+        yield f"{self.prefix}{n.merge}.weight", (t.out_size, t.hidden_size, t.merge_size, t.merge_size)
+        yield f"{self.prefix}{n.merge}.bias", (t.out_size,)
+        yield f"{name}.{n.first}.weight", (t.out_size, t.out_size)
+        yield from self._norm(f"{name}.{n.projector_norm}", t.out_size, layer_norm=True)
+        yield from ((f"{name}.{of}.weight", (t.gated_size, t.out_size)) for of in GATED)
+        yield f"{name}.{n.second}.weight", (t.out_size, t.gated_size)
 
     def _projector(self, name: str, norm: int) -> Iterator[tuple[str, Shape]]:
         n, t = self.names, self.tower

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ..model.layers import LayerLoader
 from .config import VisionConfig
-from .names import Activation
+from .names import GATED, Activation
 from .positions import side_by_side
 
 Function = Callable[[Tensor], Tensor]
@@ -83,9 +83,8 @@ class Projector:
         of_norm = layer_norm if names.layer_norms or names.merged_norm else rms_norm
         self._norm = of_norm(f"{name}.{names.projector_norm}", load, tower.projector_eps)
         self._merge = None
-        if names.merge:  # its inputs are those of one channel of all patches, then of the next
-            weight = load.whole_tensor(f"{name}.{names.merge}.weight")
-            weight = weight.view(len(weight), tower.hidden_size, -1).transpose(1, 2).flatten(1)
+        if names.merge:
+            weight = _by_patch(load.whole_tensor(f"{name}.{names.merge}.weight"), tower.hidden_size)
             self._merge = partial(_linear, weight=weight, bias=None)
         self._first = linear(f"{name}.{names.first}", tower.projector_bias, load)
         self._second = linear(f"{name}.{names.second}", tower.projector_bias, load)
@@ -96,6 +95,30 @@ class Projector:
         x = self._norm(x).view(-1, self._merged_size)
         x = x if self._merge is None else self._merge(x)
         return self._second(self._activation(self._first(x)))
+
+
+class GatedProjector:
+    """As ``Projector``: down(act(gate(y)) * up(y)) of y = gelu(norm(first(merge(x))))."""
+
+    def __init__(self, config: VisionConfig, load: LayerLoader) -> None:
+        names, tower, name = config.names, config.tower, f"{config.prefix}{config.names.projector}"
+        self._merged_size, self._activation = tower.merged_size, ACTIVATIONS[tower.activation]
+        weight, bias = (load.whole_tensor(f"{config.prefix}{names.merge}.{of}") for of in ("weight", "bias"))
+        self._merge = partial(_linear, weight=_by_patch(weight, tower.hidden_size), bias=bias)
+        self._norm = layer_norm(f"{name}.{names.projector_norm}", load, tower.projector_eps)
+        self._first, self._gate, self._up, self._down = (
+            linear(f"{name}.{of}", False, load) for of in (names.first, *GATED, names.second)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = self._first(self._merge(x.view(-1, self._merged_size)))
+        x = functional.gelu(self._norm(x))
+        return self._down(self._activation(self._gate(x)) * self._up(x))
+
+
+def _by_patch(weight: Tensor, size: int) -> Tensor:
+    """[outputs, inputs] of a weight whose inputs are a channel of all patches, of ``size``, then the next."""
+    return weight.view(len(weight), size, -1).transpose(1, 2).flatten(1)
 
 
 def linear(name: str, bias: bool, load: LayerLoader) -> Function:

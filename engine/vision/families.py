@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ModelConfigError
 from ..model.config_values import positive_int
-from .names import INTERNVL, KIMI, PIXTRAL, QWEN_2_5, QWEN_3, Activation, Tower, TowerNames
+from .names import GLM, INTERNVL, KIMI, PIXTRAL, QWEN_2_5, QWEN_3, Activation, Tower, TowerNames
 from .pixel_rules import CHANNELS, HALVES, check_sizes, image_processor, pixel_rules
 
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
@@ -133,6 +133,24 @@ def read_kimi(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tow
     return _checked(tower, vision)
 
 
+def read_glm(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
+    vision = {**GLM_DEFAULTS, **config["vision_config"]}
+    if vision.get("attention_bias"):
+        raise _missing(f"attention_bias {vision['attention_bias']!r:.100}")
+    if not (text.get("rope_parameters") or text.get("rope_scaling") or {}).get("mrope_section"):
+        raise _missing("a text model without mrope_section")
+    tower = _fitting(_read_qwen(folder, config, GLM, GLM_DEFAULTS), text)
+    grid = positive_int(vision, "image_size") // tower.patch_size
+    return replace(
+        tower,
+        names=replace(GLM, eps=float(vision["rms_norm_eps"])),
+        intermediate_size=tower.out_size,
+        gated_size=tower.intermediate_size,
+        projector_eps=1e-5,
+        grid=grid,
+    )
+
+
 def read_internvl(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
     vision = {**INTERNVL_DEFAULTS, **config["vision_config"]}
     for key, built in INTERNVL_FIXED.items():
@@ -240,6 +258,11 @@ QWEN_3_DEFAULTS = {
     "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 3584,
     "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304,
 }  # fmt: skip
+GLM_DEFAULTS = {
+    "hidden_size": 1536, "intermediate_size": 13696, "depth": 24, "num_heads": 12, "patch_size": 14,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 4096, "hidden_act": "silu",
+    "image_size": 336, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 SIDES = ("height", "width")
 INTERNVL_DEFAULTS = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -263,6 +286,7 @@ PIXTRAL_DEFAULTS = {
     "patch_size": 16, "hidden_act": "gelu",
 }  # fmt: skip
 TOWERS: dict[str, Read] = {
+    **dict.fromkeys((f"{of}ForConditionalGeneration" for of in ("Glm4v", "Glm4vMoe", "Glm46V")), read_glm),
     "InternVLForConditionalGeneration": read_internvl,
     "KimiK25ForConditionalGeneration": read_kimi,
     "Kimi_K25ForConditionalGeneration": read_kimi,

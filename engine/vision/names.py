@@ -21,13 +21,14 @@ class TowerNames:
     layer_norms  norms subtract the mean, and have biases
     column_rope  columns turn by other angles than rows
     side_by_side the numbers of a pair that turns lie side by side, pairs of columns and rows by turns
-    positions    a square of them, stretched by bicubic interpolation where ``bicubic``; else see
-                 ``learned_positions``
+    bicubic      positions are stretched by bicubic interpolation; else see ``learned_positions``
+    square       their tensor has rows and columns
     final_norm   of the last layer's outputs
     class_token  the whole name of a vector beside the patches of each window; ``positions``, then a whole
                  name, has its position before those of a window
     scales       whole names; what is added to the residual is multiplied by them
     merged_norm  the projector's norm is LayerNorm of groups of patches, and its inner size the decoder's
+    gated        the projector is ``GatedProjector``: ``merge`` and ``projector`` have whole names
     """
 
     prefixes: tuple[str, ...]
@@ -56,6 +57,7 @@ class TowerNames:
     patch_norm: str = ""
     positions: str = ""
     bicubic: bool = False
+    square: bool = False
     side_by_side: bool = False
     final_norm: str = ""
     class_token: str = ""
@@ -63,6 +65,7 @@ class TowerNames:
     qk_norms: tuple[str, ...] = ()
     qkv_biases: bool = True
     merged_norm: bool = False
+    gated: bool = False
     deep_projector: str = ""
     column_rope: bool = False
 
@@ -79,6 +82,7 @@ class Tower:
     deep_layers  whose outputs are added behind the decoder's first layers, by number
     window       rows, and columns, of embeddings that attend to each other alone; 0: all do
     full_layers  in which all patches attend to each other all the same, by number
+    gated_size   inner size of a gated projector
     """
 
     names: TowerNames
@@ -100,6 +104,7 @@ class Tower:
     deep_layers: tuple[int, ...] = ()
     window: int = 0
     full_layers: tuple[int, ...] = ()
+    gated_size: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -110,6 +115,8 @@ class Tower:
         return self.hidden_size * self.merge_size**2
 
 
+GATED = "gate_proj", "up_proj"
+"""Linears of a gated projector."""
 QWEN_2_5 = TowerNames(
     prefixes=("visual.", "model.visual."), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
     norm_1="norm1", norm_2="norm2", qkv=("attn.qkv",), o="attn.proj",
@@ -137,7 +144,7 @@ KIMI = TowerNames(
     gate="", up="mlp.fc0", down="mlp.fc1",
     projector_norm="pre_norm", merge="", first="proj.0", second="proj.2", eps=1e-5, biases=True,
     layer_norms=True, has_frames=False, patch_bias=True, positions="vision_tower.patch_embed.pos_emb",
-    bicubic=True, side_by_side=True, final_norm="vision_tower.encoder.final_layernorm",
+    bicubic=True, square=True, side_by_side=True, final_norm="vision_tower.encoder.final_layernorm",
 )  # fmt: skip
 INTERNVL = TowerNames(
     prefixes=("", "model."), patches="vision_tower.embeddings.patch_embeddings.projection",
@@ -149,4 +156,12 @@ INTERNVL = TowerNames(
     layer_norms=True, has_frames=False, patch_bias=True,
     positions="vision_tower.embeddings.position_embeddings",
     class_token="vision_tower.embeddings.cls_token", scales=("lambda_1", "lambda_2"), merged_norm=True,
+)  # fmt: skip
+GLM = TowerNames(
+    prefixes=("model.visual.",), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
+    norm_1="norm1", norm_2="norm2", qkv=("attn.qkv",), o="attn.proj",
+    gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj",
+    projector_norm="post_projection_norm", merge="downsample", first="proj", second="down_proj",
+    eps=1e-5, biases=False, patch_bias=True, patch_norm="post_conv_layernorm",
+    positions="embeddings.position_embedding", bicubic=True, final_norm="post_layernorm", gated=True,
 )  # fmt: skip

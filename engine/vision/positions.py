@@ -42,9 +42,10 @@ def turns_of(
 
 
 def stretched_positions(table: Tensor, places: Tensor, rows: int, columns: int) -> Tensor:
-    """float32 [patches, D]: the learned vectors of ``table`` [grid, grid, D], stretched over an image of
+    """float32 [patches, D]: the square of learned vectors of ``table`` [..., D], stretched over an image of
     ``rows`` x ``columns`` patches and interpolated between the sixteen nearest."""
-    square = table.float().permute(2, 0, 1)[None]
+    vectors = table.float().flatten(0, -2)
+    square = vectors.view(round(len(vectors) ** 0.5), -1, table.shape[-1]).permute(2, 0, 1)[None]
     found = functional.interpolate(square, (rows, columns), mode="bicubic")[0]  # [D, rows, columns]
     return found[:, places[:, 0].to(table.device), places[:, 1].to(table.device)].T
 

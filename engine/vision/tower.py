@@ -13,7 +13,7 @@ from torch import Tensor
 from ...kernels.select import cpu_multiplies_bfloat16
 from ..model.layers import LayerLoader
 from .config import VisionConfig
-from .encoder import Layer, Projector, linear, norm
+from .encoder import GatedProjector, Layer, Projector, linear, norm
 from .patches import grid_of, patches_of, places_of, windows_of
 from .positions import learned_positions, stretched_positions, turns_of
 
@@ -39,7 +39,11 @@ class VisionTower:
         self._table = self._positions(load) if tower.grid else None
         self._layers = [Layer(config, i, load) for i in range(tower.num_layers)]
         self._final = norm(config, f"{prefix}{names.final_norm}", load) if names.final_norm else None
-        self._projector = Projector(config, f"{prefix}{names.projector}", load, names.merged_norm)
+        self._projector: Projector | GatedProjector
+        if names.gated:
+            self._projector = GatedProjector(config, load)
+        else:
+            self._projector = Projector(config, f"{prefix}{names.projector}", load, names.merged_norm)
         deep = (f"{prefix}{names.deep_projector.format(i)}" for i in range(len(tower.deep_layers)))
         self._deep = {
             layer: Projector(config, name, load, merged=True)

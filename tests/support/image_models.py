@@ -19,14 +19,22 @@ from .models import make_decisive, name_as_published
 MARKS = [
     *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     *("<|media_begin|>", "<|media_pad|>", "<|media_end|>", "<img>", "<IMG_CONTEXT>", "</img>"),
+    *("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
 ]
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"
 PIXTRAL = "[IMG]", "[IMG]"
 KIMI = "<|media_begin|>image<|media_pad|><|media_end|>", "<|media_pad|>"
 INTERNVL = "<IMG_CONTEXT>\n", "<IMG_CONTEXT>"
 INTERNVLS = "internvl", "internvl_qwen3", "internvl_qwen3_moe", "internvl_gpt_oss"
+GLM = "<|begin_of_image|><|image|><|end_of_image|>", "<|image|>"
+GLMS = "glm4v", "glm46v", "glm4v_moe"
 MISTRALS = "mistral3", "mistral3_ministral", "mistral3_mistral4"
-FORMS = {"kimi_k25": KIMI, **dict.fromkeys(INTERNVLS, INTERNVL), **dict.fromkeys(MISTRALS, PIXTRAL)}
+FORMS = {
+    **dict.fromkeys(GLMS, GLM),
+    "kimi_k25": KIMI,
+    **dict.fromkeys(INTERNVLS, INTERNVL),
+    **dict.fromkeys(MISTRALS, PIXTRAL),
+}
 """What the template writes for an image, and the token of it that stands for the image; else QWEN."""
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
@@ -52,6 +60,7 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": QWEN_3,
     "qwen3_vl_moe": QWEN_3,
     "qwen3_5_images": QWEN_3,
+    **{key: {"size": {"shortest_edge": 6272, "longest_edge": 2 * 28 * 28 * 40}} for key in GLMS},
     **{key: {"size": {"height": 56, "width": 56}, "max_patches": 6} for key in INTERNVLS},
     **{key: {"size": {"longest_edge": 154}} for key in MISTRALS},
 }
@@ -61,7 +70,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"patch_size": 16},
     "qwen3_vl_moe": {"patch_size": 16},
     "qwen3_5_images": {"patch_size": 16},
-    **{key: {} for key in INTERNVLS},
+    **{key: {} for key in (*GLMS, *INTERNVLS)},
     **{key: {"image_size": 168} for key in MISTRALS},
 }
 

@@ -14,6 +14,12 @@ from transformers import (
     Exaone4_5_ForConditionalGeneration,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     Kimi_K25Config,
@@ -34,7 +40,7 @@ from transformers import (
 )
 
 from .dense_families import LLAMA3_ROPE, MINISTRAL_ROPE
-from .mixture_families import DEEPSEEK_ROPE, LATENT, Families
+from .mixture_families import CORRECTED, DEEPSEEK_ROPE, LATENT, Families
 
 PIXTRAL = {
     "model_type": "pixtral",
@@ -55,6 +61,21 @@ QWEN_IMAGES = {
     "patch_size": 14,
 }
 QWEN_3_IMAGES = {**QWEN_IMAGES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+GLM_IMAGES = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "image_size": 56,
+    "patch_size": 14,
+}
+GLM_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e3,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 3, 3],
+}
 INTERNVL_IMAGES = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -97,6 +118,21 @@ WRAPPED: Families = {
         Exaone4_5_ForConditionalGeneration,
         in_parts(Exaone4_5_Config, {**QWEN_IMAGES, "num_key_value_heads": 1}, "exaone4"),
         {"head_dim": 24, "sliding_window": 24, "sliding_window_pattern": 2, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "glm4v": (
+        Glm4vForConditionalGeneration,
+        in_parts(Glm4vConfig, GLM_IMAGES, "glm4v_text"),
+        {"rope_parameters": {**GLM_ROPE, "mrope_section": [1, 1, 2]}},
+    ),
+    "glm46v": (
+        Glm46VForConditionalGeneration,
+        in_parts(Glm46VConfig, GLM_IMAGES, "glm4v_text"),
+        {"rope_parameters": {**GLM_ROPE, "mrope_section": [1, 1, 2]}},
+    ),
+    "glm4v_moe": (
+        Glm4vMoeForConditionalGeneration,
+        in_parts(Glm4vMoeConfig, GLM_IMAGES),
+        {**CORRECTED, "attention_bias": True, "head_dim": 32, "rope_parameters": GLM_ROPE},
     ),
     "internvl": (InternVLForConditionalGeneration, in_parts(InternVLConfig, INTERNVL_IMAGES, "qwen2"), {}),
     "internvl_qwen3": (

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -79,7 +80,8 @@ def their_logits(model: Any, family: str, ids: Sequence[int], first: int, *files
         options["patch_size"] = 2 * model.config.vision_config.patch_size
         inputs = dict(PixtralImageProcessorPil(**options)(pictures, return_tensors="pt"))
     else:
-        inputs = dict(Qwen2VLImageProcessorPil(**options)(pictures))
+        kind = Glm46VImageProcessorPil if "glm" in family else Qwen2VLImageProcessorPil
+        inputs = dict(kind(**options)(pictures))
         inputs["mm_token_type_ids"] = (tokens == mark).int()
         model.model.rope_deltas = None
     with torch.inference_mode():

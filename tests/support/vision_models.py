@@ -21,6 +21,8 @@ from .models import name_as_published
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "num_attention_heads": 2, "head_dim": 16}
 MORE: dict[str, dict[str, Any]] = {
+    "glm4v": {"depth": 3, "image_size": 70},
+    "glm4v_moe": {"depth": 2, "image_size": 70},
     "internvl": {"num_hidden_layers": 3},
     "kimi_k25": {
         "num_hidden_layers": 3,

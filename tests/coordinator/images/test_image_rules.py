@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image as pillow
 from support.image_models import CHAT, PREPROCESSORS, encoded, of, part, picture, text, write_image_model
 from support.their_images import their_kimi_pixels
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral import image_processing_pil_pixtral as with_pillow
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
@@ -30,12 +31,13 @@ from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.transport.messages.images import FIRST_IMAGE_ID, image_name, image_token_ids
 
 SIDES = {
+    "glm46v": 28,
     "kimi_k25": 28, "qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_vl_moe": 32, "qwen3_5_images": 32, "mistral3": 28
 }  # fmt: skip
 SIZES = st.tuples(st.integers(1, 400), st.integers(1, 400))
 FEW = settings(max_examples=40, deadline=None)
 
-FAMILIES = ("internvl", "kimi_k25", "qwen2_5_vl", "qwen3_vl", "mistral3")
+FAMILIES = ("glm46v", "internvl", "kimi_k25", "qwen2_5_vl", "qwen3_vl", "mistral3")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,8 @@ def their_pixels(family: str, image: pillow.Image) -> np.ndarray[Any, Any]:
     if family == "mistral3":
         found = with_pillow.PixtralImageProcessorPil(**options)(images=[image], patch_size=SIDES[family])
         return np.moveaxis(np.asarray(found["pixel_values"][0]), 0, -1)
-    found = Qwen2VLImageProcessorPil(**options)(images=[image])
+    kind = Glm46VImageProcessorPil if family == "glm46v" else Qwen2VLImageProcessorPil
+    found = kind(**options)(images=[image])
     patch, (_, rows, columns) = SIDES[family] // 2, found["image_grid_thw"][0]
     tiles = np.asarray(found["pixel_values"]).reshape(rows // 2, columns // 2, 2, 2, 3, 2, patch, patch)[
         :, :, :, :, :, 0
@@ -160,6 +163,9 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "file", "path", "value", "why"),
     [
+        ("glm46v", "config", "image_token_id", 5, "its config.json as 5"),
+        ("glm46v", "preprocessor_config", "size.shortest_edge", 6273, "odd or not in order"),
+        ("glm46v", "preprocessor_config", "temporal_patch_size", 1, "temporal_patch_size 1"),
         ("internvl", "config", "vision_config.image_size", 112, r"size [56, 56], its config.json 112"),
         ("internvl", "config", "downsample_ratio", 0.25, "or another downsample_ratio"),
         ("internvl", "config", "vision_config.patch_size", [14, 7], "patch_size must be a whole number"),

@@ -107,6 +107,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
         "ernie4_5_moe",
         "exaone_moe",
         "glm4_moe",
+        "glm4v_moe",
         "kimi",
         "mellum",
     )  # peft would change experts

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import engine_config
-from support.image_models import INTERNVLS, data_url, encoded, make_image_model, picture
+from support.image_models import GLMS, INTERNVLS, data_url, encoded, make_image_model, picture
 from support.their_images import their_logits
 
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
@@ -30,6 +30,7 @@ from splitserve.transport.messages.messages import Peer, RequestSpec, SamplingPa
 BLOCK_SIZE, NUM_BLOCKS, NUM_OUTPUTS = 8, 96, 64
 PEER = Peer(worker_id="d", incarnation=1, address="")
 FAMILIES = (
+    *GLMS,
     *INTERNVLS,
     "kimi_k25",
     "qwen2_5_vl",

@@ -151,3 +151,24 @@ def test_internvl(tmp_path: Path, vision: dict[str, Any], size: int) -> None:
     assert found.tower.pixels.mean == (0.485, 0.456, 0.406)
     with pytest.raises(ValueError, match="both must be multiples of 448"):
         found.num_rows(448, 28)
+
+
+GLM = {
+    "attention_bias": False, "depth": 24, "hidden_act": "silu", "hidden_size": 1536, "image_size": 336,
+    "in_channels": 3, "intermediate_size": 10944, "num_heads": 12, "out_hidden_size": 4096, "patch_size": 14,
+    "rms_norm_eps": 1e-5, "spatial_merge_size": 2, "temporal_patch_size": 2, "model_type": "glm4v_moe",
+}  # fmt: skip
+GLM_FILE = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 12544}}
+
+
+def test_glm_4_5v(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "mrope_section": [8, 12, 12]}
+    text = {**TEXT, "rope_scaling": rope, "head_dim": 128, "rope_theta": 10000.0}
+    found = published(tmp_path, "Glm4vMoeForConditionalGeneration", GLM, GLM_FILE, text_config=text)
+    tensors = found.expected_tensors()
+    assert tensors["model.visual.embeddings.position_embedding.weight"] == (576, 1536)
+    assert tensors["model.visual.blocks.23.mlp.down_proj.weight"] == (1536, 4096)
+    assert tensors["model.visual.downsample.weight"] == (4096, 1536, 2, 2)
+    assert tensors["model.visual.merger.down_proj.weight"] == (4096, 10944)
+    assert (found.tower.grid, found.tower.head_dim, found.tower.names.eps) == (24, 128, 1e-5)
+    assert 3e9 < found.step_bytes(2) < 5e9

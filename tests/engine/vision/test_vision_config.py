@@ -167,6 +167,8 @@ def test_quantised_and_misshapen_towers_are_left_out(
         ("qwen3_vl", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not built"),
         ("qwen3_vl", {"rope_parameters": {"rope_theta": 0}}, "rope_theta 0.0 is not built"),
         ("qwen3_vl", {"rope_parameters": {"rope_theta": "much"}}, "of the wrong type"),
+        ("glm4v", {"attention_bias": True}, "attention_bias True"),
+        ("glm4v", {"text_config": {"hidden_size": 64}}, "a text model without mrope_section"),
         ("internvl", {"norm_type": "batch_norm"}, "norm_type 'batch_norm'"),
         ("internvl", {"use_mean_pooling": False}, r"use_mean_pooling False \(known: True\)"),
         ("internvl", {"vision_feature_layer": -2}, r"vision_feature_layer -2 \(known: -1\)"),
