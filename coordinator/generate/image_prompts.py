@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...transport.messages.images import MAX_IMAGES, MAX_PIXEL_BYTES, Image, image_name, image_token_ids
 from ..errors import ContextTooLong, ImagesWanted, WrongField
-from ..images.reading import MAX_PIXELS_IN_ALL, decoded, opened, resized
+from ..images.reading import MAX_PIXELS_IN_ALL, decoded, opened, prepared
 from ..images.rules import ImageRules, NoImages
 from ..text.served_model import ServedModel
 from .bodies.content import ImagePart
@@ -86,7 +86,7 @@ def with_images(token_ids: Sequence[int], found: Found, rules: ImageRules, most:
             picture = opened(decoded(part.data) if isinstance(part.data, str) else part.data)
             if (num_looked_at := num_looked_at + picture.width * picture.height) > MAX_PIXELS_IN_ALL:
                 raise ValueError(f"with those before it has more than {MAX_PIXELS_IN_ALL:,} pixels")
-            picture = resized(picture, rules.bounded_size)
+            picture = prepared(picture, rules.fitted)
         except ValueError as error:
             raise WrongField(path, f"part {part.number} is an image, but {error}") from error
         height, width = picture.height, picture.width

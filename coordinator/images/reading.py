@@ -85,16 +85,15 @@ def num_scans(data: bytes) -> int:
     return count
 
 
-def resized(picture: Picture, size: Callable[[int, int], tuple[int, int]]) -> Picture:
-    """Return an opened image in RGB, turned as its EXIF asks, with white behind what is transparent, and
-    resized to ``size(height, width)``. Raises ValueError like ``opened``, or as ``size`` does."""
+def prepared(picture: Picture, fit: Callable[[Picture], Picture]) -> Picture:
+    """Return ``fit`` of an opened image in RGB, turned as its EXIF asks, with white behind what is
+    transparent. Raises ValueError like ``opened``, or as ``fit`` does."""
     with _large if picture.width * picture.height > LARGE_PIXELS else nullcontext():
         try:
             picture = _in_rgb(picture)
         except Exception as error:
             raise ValueError(_damaged(error)) from error
-        height, width = size(picture.height, picture.width)
-        return picture.resize((width, height), BICUBIC)
+        return fit(picture)
 
 
 def _in_rgb(picture: Picture) -> Picture:

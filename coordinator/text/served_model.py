@@ -22,7 +22,8 @@ from ..errors import (
     WrongField,
     on_route,
 )
-from ..images.rules import ImageRules, NoImages, image_rules
+from ..images.files import image_rules
+from ..images.rules import ImageRules, NoImages
 from ..lifecycle.adapters import AdapterNames
 from .chat_template import ChatTemplate
 from .embeddings import EmbeddingRules

@@ -29,6 +29,8 @@ LARGEST = {
     "num_position_embeddings": 1 << 20, "mamba_n_heads": 4096, "mamba_n_groups": 4096, "mamba_d_head": 1024,
     "mamba_d_state": 1024, "mamba_d_conv": 64, "mamba_expand": 64,
     "index_topk": 1 << 20, "index_head_dim": 1024, "index_n_heads": 4096, "index_topk_freq": 1024,
+    "pos_emb_height": 1 << 10, "pos_emb_width": 1 << 10,
+    "image_size": 1 << 16,
 }  # fmt: skip
 """Several times those of any model: what a config.json claims is believed no further, before its weights bear
 it out."""

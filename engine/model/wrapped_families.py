@@ -43,7 +43,7 @@ def _since_4_52(family: Family, text: Family, *ignored: str) -> Family:
     return replace(family, tensors=replace(family.tensors, later=later))
 
 
-def _mistral(text: Family) -> Family:
+def _beside_a_projector(text: Family) -> Family:
     family = _part_of_language_model(text, "multi_modal_projector.")
     return _since_4_52(family, text, "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -60,7 +60,26 @@ QWEN_3_EXPERTS = MixtureNames(
     "mlp.gate", "mlp.experts.gate_up_proj", "", "mlp.experts.down_proj", halves=True
 )
 KIMI = _part_of_language_model(MIXTURES["DeepseekV3ForCausalLM"], "mm_projector.")
-MISTRAL = _mistral(DENSE["MistralForCausalLM"])
+GLM = part_of(
+    DENSE["Glm4ForCausalLM"], "model.language_model", "lm_head", ("model.visual.",),
+    {"head_dim": None, "rms_norm_eps": 1e-5},
+)  # fmt: skip
+GLM_EXPERTS = part_of(
+    MIXTURES["Glm4MoeForCausalLM"], "model.language_model", "lm_head", ("model.visual.",),
+    {"attention_bias": True},
+)  # fmt: skip
+GLM_EXPERTS = part_of(MIXTURES["Glm4MoeForCausalLM"], "model.language_model", "lm_head", ("model.visual.",))
+GLM_EXPERTS = replace(GLM_EXPERTS, defaults={**GLM_EXPERTS.defaults, "attention_bias": True})
+INTERNVL = {
+    name: _beside_a_projector(text)
+    for name, text in {
+        "qwen2": DENSE["Qwen2ForCausalLM"],
+        "qwen3": DENSE["Qwen3ForCausalLM"],
+        "qwen3_moe": MIXTURES["Qwen3MoeForCausalLM"],
+        "gpt_oss": MIXTURES["GptOssForCausalLM"],
+    }.items()
+}
+MISTRAL = _beside_a_projector(DENSE["MistralForCausalLM"])
 WRAPPED: dict[str, Family] = {
     "Exaone4_5_ForConditionalGeneration": part_of(
         DENSE["Exaone4ForCausalLM"], "model.language_model", "lm_head", ("model.visual.", "mtp.")
@@ -71,14 +90,18 @@ WRAPPED: dict[str, Family] = {
         "lm_head",
         ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
     ),
+    "Glm46VForConditionalGeneration": GLM,
+    "Glm4vForConditionalGeneration": GLM,
+    "Glm4vMoeForConditionalGeneration": GLM_EXPERTS,
+    "InternVLForConditionalGeneration": replace(INTERNVL["qwen2"], texts=INTERNVL),
     "KimiK25ForConditionalGeneration": KIMI,
     "Kimi_K25ForConditionalGeneration": KIMI,
     "Mistral3ForConditionalGeneration": replace(
         MISTRAL,
         texts={
             "mistral": MISTRAL,
-            "ministral3": _mistral(DENSE["Ministral3ForCausalLM"]),
-            "mistral4": _mistral(LATENT["Mistral4ForCausalLM"]),
+            "ministral3": _beside_a_projector(DENSE["Ministral3ForCausalLM"]),
+            "mistral4": _beside_a_projector(LATENT["Mistral4ForCausalLM"]),
         },
     ),
     "Qwen2_5_VLForConditionalGeneration": _since_4_52(

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from ..model.layers import LayerLoader
 from .config import VisionConfig
-from .families import Activation
-from .positions import Turns
+from .names import GATED, Activation
+from .positions import side_by_side
 
 Function = Callable[[Tensor], Tensor]
 ROWS_AT_ONCE = 8192  # of the MLP: its inner rows are the widest, and of a large image many
@@ -38,18 +38,31 @@ class Layer:
         def project(of: str) -> Function:
             return linear(f"{name}.{of}", names.biases, load)
 
-        self._qkv, self._o = [project(of) for of in names.qkv], project(names.o)
+        self._order = side_by_side(config.tower.head_dim).to(load.device) if names.side_by_side else None
+        qkv_biases = names.biases and names.qkv_biases
+        self._qkv = [linear(f"{name}.{of}", qkv_biases, load) for of in names.qkv]
+        self._qk_norms = [rms_norm(f"{name}.{of}", load) for of in names.qk_norms]
+        self._scales = [load.whole_tensor(f"{name}.{of}") for of in names.scales]
+        self._o = project(names.o)
         self._gate = project(names.gate) if names.gate else None
         self._up, self._down = project(names.up), project(names.down)
         load.checkpoint.drop_pages()
 
-    def __call__(self, x: Tensor, turns: Turns, runs: Runs) -> Tensor:
-        x = x + self._attention(self._norms[0](x), turns, runs)
-        return x + torch.cat([self._mlp(self._norms[1](part)) for part in torch.split(x, ROWS_AT_ONCE)])
+    def __call__(self, x: Tensor, turns: Function, runs: Runs) -> Tensor:
+        x = x + self._scaled(0, self._attention(self._norms[0](x), turns, runs))
+        parts = [self._mlp(self._norms[1](part)) for part in torch.split(x, ROWS_AT_ONCE)]
+        return x + self._scaled(1, torch.cat(parts))
 
-    def _attention(self, x: Tensor, turns: Turns, runs: Runs) -> Tensor:
-        projected = torch.cat([of(x) for of in self._qkv], dim=1).view(len(x), 3, self._num_heads, -1)
-        q, k, v = projected.unbind(1)  # [n, H, D / H] each
+    def _scaled(self, number: int, x: Tensor) -> Tensor:
+        return x * self._scales[number].to(x.dtype) if self._scales else x
+
+    def _attention(self, x: Tensor, turns: Function, runs: Runs) -> Tensor:
+        projected = [of(x) for of in self._qkv]
+        for i, normed in enumerate(self._qk_norms):
+            projected[i] = normed(projected[i])
+        q, k, v = torch.cat(projected, dim=1).view(len(x), 3, self._num_heads, -1).unbind(1)  # [n, H, D / H]
+        if self._order is not None:
+            q, k = q[..., self._order], k[..., self._order]
         sizes = [number * size for number, size in runs]
         parts = (torch.split(of, sizes) for of in (turns(q), turns(k), v))
         outputs = [_attended(*run, *qkv) for run, *qkv in zip(runs, *parts, strict=True)]
@@ -67,11 +80,11 @@ class Projector:
     def __init__(self, config: VisionConfig, name: str, load: LayerLoader, merged: bool = False) -> None:
         names, tower = config.names, config.tower
         self._merged_size, self._merged = tower.merged_size, merged
-        self._norm = norm(config, f"{name}.{names.projector_norm}", load, tower.projector_eps)
+        of_norm = layer_norm if names.layer_norms or names.merged_norm else rms_norm
+        self._norm = of_norm(f"{name}.{names.projector_norm}", load, tower.projector_eps)
         self._merge = None
-        if names.merge:  # its inputs are those of one channel of all patches, then of the next
-            weight = load.whole_tensor(f"{name}.{names.merge}.weight")
-            weight = weight.view(len(weight), tower.hidden_size, -1).transpose(1, 2).flatten(1)
+        if names.merge:
+            weight = _by_patch(load.whole_tensor(f"{name}.{names.merge}.weight"), tower.hidden_size)
             self._merge = partial(_linear, weight=weight, bias=None)
         self._first = linear(f"{name}.{names.first}", tower.projector_bias, load)
         self._second = linear(f"{name}.{names.second}", tower.projector_bias, load)
@@ -84,16 +97,47 @@ class Projector:
         return self._second(self._activation(self._first(x)))
 
 
+class GatedProjector:
+    """As ``Projector``: down(act(gate(y)) * up(y)) of y = gelu(norm(first(merge(x))))."""
+
+    def __init__(self, config: VisionConfig, load: LayerLoader) -> None:
+        names, tower, name = config.names, config.tower, f"{config.prefix}{config.names.projector}"
+        self._merged_size, self._activation = tower.merged_size, ACTIVATIONS[tower.activation]
+        weight, bias = (load.whole_tensor(f"{config.prefix}{names.merge}.{of}") for of in ("weight", "bias"))
+        self._merge = partial(_linear, weight=_by_patch(weight, tower.hidden_size), bias=bias)
+        self._norm = layer_norm(f"{name}.{names.projector_norm}", load, tower.projector_eps)
+        self._first, self._gate, self._up, self._down = (
+            linear(f"{name}.{of}", False, load) for of in (names.first, *GATED, names.second)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = self._first(self._merge(x.view(-1, self._merged_size)))
+        x = functional.gelu(self._norm(x))
+        return self._down(self._activation(self._gate(x)) * self._up(x))
+
+
+def _by_patch(weight: Tensor, size: int) -> Tensor:
+    """[outputs, inputs] of a weight whose inputs are a channel of all patches, of ``size``, then the next."""
+    return weight.view(len(weight), size, -1).transpose(1, 2).flatten(1)
+
+
 def linear(name: str, bias: bool, load: LayerLoader) -> Function:
     weight = load.whole_tensor(f"{name}.weight").flatten(1)
     return partial(_linear, weight=weight, bias=load.whole_tensor(f"{name}.bias") if bias else None)
 
 
-def norm(config: VisionConfig, name: str, load: LayerLoader, eps: float | None = None) -> Function:
-    weight, eps = load.whole_tensor(f"{name}.weight"), config.names.eps if eps is None else eps
-    if not config.names.layer_norms:
-        return partial(_rms_norm, weight=weight, eps=eps)
-    return partial(_layer_norm, weight=weight, bias=load.whole_tensor(f"{name}.bias"), eps=eps)
+def norm(config: VisionConfig, name: str, load: LayerLoader) -> Function:
+    """Return a norm like those of the layers."""
+    return (layer_norm if config.names.layer_norms else rms_norm)(name, load, config.names.eps)
+
+
+def layer_norm(name: str, load: LayerLoader, eps: float) -> Function:
+    weight, bias = (load.whole_tensor(f"{name}.{of}") for of in ("weight", "bias"))
+    return partial(_layer_norm, weight=weight, bias=bias, eps=eps)
+
+
+def rms_norm(name: str, load: LayerLoader, eps: float = 1e-6) -> Function:
+    return partial(_rms_norm, weight=load.whole_tensor(f"{name}.weight"), eps=eps)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

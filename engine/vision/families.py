@@ -8,108 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import ModelConfigError
 from ..model.config_values import positive_int
-from .pixel_rules import CHANNELS, PixelRules, check_sizes, pixel_rules
+from .names import GLM, INTERNVL, KIMI, PIXTRAL, QWEN_2_5, QWEN_3, Activation, Tower, TowerNames
+from .pixel_rules import CHANNELS, HALVES, check_sizes, image_processor, pixel_rules
 
-Activation = Literal["gelu", "gelu_tanh", "silu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
-
-
-@dataclass(frozen=True, slots=True)
-class TowerNames:
-    """Names in the checkpoint, without ``.weight`` and ``.bias``; a name "" is not there.
-
-    prefixes     of all names, in checkpoints of different writers
-    layer        with the names of the second group within
-    projector    with those of the third group within; deep_projector: those for deeper layers of the decoder
-    has_frames   the weight of ``patches`` has one part for each frame of a video
-    layer_norms  norms subtract the mean, and have biases
-    column_rope  columns turn by other angles than rows
-    """
-
-    prefixes: tuple[str, ...]
-    patches: str
-    layer: str
-    projector: str
-
-    norm_1: str
-    norm_2: str
-    qkv: tuple[str, ...]
-    o: str
-    gate: str
-    up: str
-    down: str
-
-    projector_norm: str
-    merge: str
-    first: str
-    second: str
-
-    eps: float
-    biases: bool
-    layer_norms: bool = False
-    has_frames: bool = True
-    patch_bias: bool = False
-    patch_norm: str = ""
-    positions: str = ""
-    deep_projector: str = ""
-    column_rope: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Tower:
-    """Sizes of a vision tower.
-
-    num_frames   a still image stands for as many frames of a video
-    merge_size   patches in a row, and in a column, that become one row of embeddings
-    out_size     numbers of an embedding: the decoder's hidden_size
-    grid         rows, and columns, of the table of learned positions; 0: there is none
-    deep_layers  whose outputs are added behind the decoder's first layers, by number
-    window       rows, and columns, of embeddings that attend to each other alone; 0: all do
-    full_layers  in which all patches attend to each other all the same, by number
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    patch_size: int
-    num_frames: int
-    merge_size: int
-    out_size: int
-    activation: Activation
-    projector_activation: Activation
-    projector_eps: float
-    projector_bias: bool
-    theta: float
-    pixels: PixelRules
-    grid: int = 0
-    deep_layers: tuple[int, ...] = ()
-    window: int = 0
-    full_layers: tuple[int, ...] = ()
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def merged_size(self) -> int:
-        return self.hidden_size * self.merge_size**2
 
 
 Read = Callable[[Path, dict[str, Any], dict[str, Any]], Tower]
 """From the folder, config.json, and that of the text model with its defaults. Raises ModelConfigError."""
 
 
-def _read_qwen(folder: Path, config: dict[str, Any], defaults: dict[str, Any]) -> Tower:
+def _read_qwen(folder: Path, config: dict[str, Any], names: TowerNames, defaults: dict[str, Any]) -> Tower:
     """What Qwen's towers share."""
     vision = {**defaults, **config["vision_config"]}
     tower = Tower(
+        names=names,
         hidden_size=positive_int(vision, "hidden_size"),
         intermediate_size=positive_int(vision, "intermediate_size"),
         num_layers=positive_int(vision, "depth"),
@@ -130,7 +49,7 @@ def _read_qwen(folder: Path, config: dict[str, Any], defaults: dict[str, Any]) -
 
 
 def read_qwen_2_5(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
-    tower = _fitting(_read_qwen(folder, config, QWEN_2_5_DEFAULTS), text)
+    tower = _fitting(_read_qwen(folder, config, QWEN_2_5, QWEN_2_5_DEFAULTS), text)
     vision = {**QWEN_2_5_DEFAULTS, **config["vision_config"]}
     window = positive_int(vision, "window_size") // tower.merge_size // tower.patch_size
     if not window:
@@ -139,7 +58,7 @@ def read_qwen_2_5(folder: Path, config: dict[str, Any], text: dict[str, Any]) ->
 
 
 def read_qwen_3(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
-    tower = _fitting(_read_qwen(folder, config, QWEN_3_DEFAULTS), text)
+    tower = _fitting(_read_qwen(folder, config, QWEN_3, QWEN_3_DEFAULTS), text)
     vision = {**QWEN_3_DEFAULTS, **config["vision_config"]}
     places = positive_int(vision, "num_position_embeddings")
     if math.isqrt(places) ** 2 != places:
@@ -163,6 +82,7 @@ def read_pixtral(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> 
     if (layer := config.get("vision_feature_layer", -1)) not in (-1, [-1]):
         raise _missing(f"vision_feature_layer {layer!r:.100} (known: -1)")
     tower = Tower(
+        names=PIXTRAL,
         hidden_size=positive_int(vision, "hidden_size"),
         intermediate_size=positive_int(vision, "intermediate_size"),
         num_layers=positive_int(vision, "num_hidden_layers"),
@@ -179,6 +99,106 @@ def read_pixtral(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> 
         pixels=pixel_rules(folder),
     )
     return _checked(tower, {"in_channels": vision.get("num_channels"), **vision})
+
+
+def read_kimi(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
+    given = {
+        key.removeprefix("vt_").removeprefix("init_"): value for key, value in config["vision_config"].items()
+    }
+    vision = {**KIMI_DEFAULTS, **given}
+    for key, built in KIMI_FIXED.items():
+        if vision.get(key, built) != built:
+            raise _missing(f"{key} {vision[key]!r:.100} (known: {built!r})")
+    tower = Tower(
+        names=KIMI,
+        hidden_size=positive_int(vision, "hidden_size"),
+        intermediate_size=positive_int(vision, "intermediate_size"),
+        num_layers=positive_int(vision, "num_hidden_layers"),
+        num_heads=positive_int(vision, "num_attention_heads"),
+        patch_size=positive_int(vision, "patch_size"),
+        num_frames=1,
+        merge_size=2,
+        out_size=positive_int(text, "hidden_size"),
+        activation=_activation(vision["hidden_act"]),
+        projector_activation=_activation(vision.get("projector_hidden_act", "gelu")),
+        projector_eps=float(vision.get("projector_ln_eps", config.get("projection_layer_norm_eps", 1e-5))),
+        projector_bias=True,
+        theta=_theta(vision),
+        pixels=pixel_rules(folder, HALVES, HALVES),
+        grid=positive_int(vision, "pos_emb_height"),
+    )
+    if positive_int(vision, "pos_emb_width") != tower.grid:
+        raise _missing(f"pos_emb_height {tower.grid} with pos_emb_width {vision['pos_emb_width']}")
+    check_sizes(folder, tower.patch_size, tower.merge_size, 1)
+    return _checked(tower, vision)
+
+
+def read_glm(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
+    vision = {**GLM_DEFAULTS, **config["vision_config"]}
+    if vision.get("attention_bias"):
+        raise _missing(f"attention_bias {vision['attention_bias']!r:.100}")
+    if not (text.get("rope_parameters") or text.get("rope_scaling") or {}).get("mrope_section"):
+        raise _missing("a text model without mrope_section")
+    tower = _fitting(_read_qwen(folder, config, GLM, GLM_DEFAULTS), text)
+    grid = positive_int(vision, "image_size") // tower.patch_size
+    return replace(
+        tower,
+        names=replace(GLM, eps=float(vision["rms_norm_eps"])),
+        intermediate_size=tower.out_size,
+        gated_size=tower.intermediate_size,
+        projector_eps=1e-5,
+        grid=grid,
+    )
+
+
+def read_internvl(folder: Path, config: dict[str, Any], text: dict[str, Any]) -> Tower:
+    vision = {**INTERNVL_DEFAULTS, **config["vision_config"]}
+    for key, built in INTERNVL_FIXED.items():
+        if (found := {**config, **vision}.get(key, built)) != built:
+            raise _missing(f"{key} {found!r:.100} (known: {built!r})")
+    if (kind := vision["norm_type"]) not in ("layer_norm", "rms_norm"):
+        raise _missing(f"norm_type {kind!r:.100}")
+    names = replace(
+        INTERNVL,
+        eps=float(vision["layer_norm_eps"]),
+        layer_norms=kind == "layer_norm",
+        qkv_biases=bool(vision["attention_bias"]),
+        qk_norms=INTERNVL.qk_norms if vision["use_qk_norm"] else (),
+    )
+    patch_size, image_size = (_square(vision, key) for key in ("patch_size", "image_size"))
+    grid = image_size // patch_size
+    if image_size % (2 * patch_size):
+        raise _missing(f"image_size {image_size} with patch_size {patch_size}")
+    tower = Tower(
+        names=names,
+        hidden_size=positive_int(vision, "hidden_size"),
+        intermediate_size=positive_int(vision, "intermediate_size"),
+        num_layers=positive_int(vision, "num_hidden_layers"),
+        num_heads=positive_int(vision, "num_attention_heads"),
+        patch_size=patch_size,
+        num_frames=1,
+        merge_size=2,
+        out_size=positive_int(text, "hidden_size"),
+        activation=_activation(vision["hidden_act"]),
+        projector_activation=_activation(config.get("projector_hidden_act", "gelu")),
+        projector_eps=1e-5,
+        projector_bias=True,
+        theta=0.0,
+        pixels=pixel_rules(folder),
+        grid=grid,
+        window=grid // 2,
+    )
+    if (size := image_processor(folder).get("size")) not in (None, dict.fromkeys(SIDES, image_size)):
+        raise _missing(f"image_size {image_size} with an image processor of size {size!r:.100}")
+    return _checked(tower, {"in_channels": vision.get("num_channels"), **vision})
+
+
+def _square(vision: dict[str, Any], key: str) -> int:
+    """Return a side that config.json may have twice."""
+    given = vision[key]
+    if isinstance(given, list) and given[:1] * 2 == given:
+        given = given[0]
+    return positive_int({key: given}, key)
 
 
 def _checked(tower: Tower, vision: dict[str, Any]) -> Tower:
@@ -238,36 +258,42 @@ QWEN_3_DEFAULTS = {
     "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 3584,
     "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304,
 }  # fmt: skip
+GLM_DEFAULTS = {
+    "hidden_size": 1536, "intermediate_size": 13696, "depth": 24, "num_heads": 12, "patch_size": 14,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 4096, "hidden_act": "silu",
+    "image_size": 336, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+SIDES = ("height", "width")
+INTERNVL_DEFAULTS = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "patch_size": 14, "image_size": 448, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
+    "norm_type": "layer_norm", "attention_bias": False, "use_qk_norm": False,
+}  # fmt: skip
+INTERNVL_FIXED = {
+    "use_mask_token": False, "use_mean_pooling": True, "use_absolute_position_embeddings": True,
+    "downsample_ratio": 0.5, "vision_feature_layer": -1, "vision_feature_select_strategy": "default",
+}  # fmt: skip
+KIMI_DEFAULTS = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "patch_size": 14, "pos_emb_height": 64, "pos_emb_width": 64, "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+KIMI_FIXED = {
+    "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger",
+    "pos_emb_type": "divided_fixed", "video_attn_type": "spatial_temporal",
+}  # fmt: skip
 PIXTRAL_DEFAULTS = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "patch_size": 16, "hidden_act": "gelu",
 }  # fmt: skip
-QWEN_2_5 = TowerNames(
-    prefixes=("visual.", "model.visual."), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
-    norm_1="norm1", norm_2="norm2", qkv=("attn.qkv",), o="attn.proj",
-    gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj",
-    projector_norm="ln_q", merge="", first="mlp.0", second="mlp.2", eps=1e-6, biases=True,
-)  # fmt: skip
-QWEN_3 = TowerNames(
-    prefixes=("model.visual.",), patches="patch_embed.proj", layer="blocks.{}", projector="merger",
-    norm_1="norm1", norm_2="norm2", qkv=("attn.qkv",), o="attn.proj",
-    gate="", up="mlp.linear_fc1", down="mlp.linear_fc2",
-    projector_norm="norm", merge="", first="linear_fc1", second="linear_fc2", eps=1e-6, biases=True,
-    layer_norms=True, patch_bias=True, positions="pos_embed", deep_projector="deepstack_merger_list.{}",
-)  # fmt: skip
-PIXTRAL = TowerNames(
-    prefixes=("", "model."), patches="vision_tower.patch_conv", layer="vision_tower.transformer.layers.{}",
-    projector="multi_modal_projector", norm_1="attention_norm", norm_2="ffn_norm",
-    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"), o="attention.o_proj",
-    gate="feed_forward.gate_proj", up="feed_forward.up_proj", down="feed_forward.down_proj",
-    projector_norm="norm", merge="patch_merger.merging_layer", first="linear_1", second="linear_2",
-    eps=1e-5, biases=False, has_frames=False, patch_norm="vision_tower.ln_pre", column_rope=True,
-)  # fmt: skip
-TOWERS: dict[str, tuple[TowerNames, Read]] = {
-    "Mistral3ForConditionalGeneration": (PIXTRAL, read_pixtral),
-    "Qwen2_5_VLForConditionalGeneration": (QWEN_2_5, read_qwen_2_5),
-    "Qwen3VLForConditionalGeneration": (QWEN_3, read_qwen_3_deep),
-    "Qwen3VLMoeForConditionalGeneration": (QWEN_3, read_qwen_3_deep),
-    "Qwen3_5ForConditionalGeneration": (QWEN_3, read_qwen_3),
-    "Qwen3_5MoeForConditionalGeneration": (QWEN_3, read_qwen_3),
+TOWERS: dict[str, Read] = {
+    **dict.fromkeys((f"{of}ForConditionalGeneration" for of in ("Glm4v", "Glm4vMoe", "Glm46V")), read_glm),
+    "InternVLForConditionalGeneration": read_internvl,
+    "KimiK25ForConditionalGeneration": read_kimi,
+    "Kimi_K25ForConditionalGeneration": read_kimi,
+    "Mistral3ForConditionalGeneration": read_pixtral,
+    "Qwen2_5_VLForConditionalGeneration": read_qwen_2_5,
+    "Qwen3VLForConditionalGeneration": read_qwen_3_deep,
+    "Qwen3VLMoeForConditionalGeneration": read_qwen_3_deep,
+    "Qwen3_5ForConditionalGeneration": read_qwen_3,
+    "Qwen3_5MoeForConditionalGeneration": read_qwen_3,
 }

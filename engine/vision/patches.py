@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .families import Tower
+from .names import Tower
 from .pixel_rules import PixelRules
 
 

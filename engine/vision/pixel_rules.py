@@ -12,6 +12,7 @@ from ..model.config_values import read_json
 from ..model.model_folder import PREPROCESSOR, PROCESSOR
 
 CHANNELS = 3
+HALVES = (0.5, 0.5, 0.5)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -25,9 +26,11 @@ class PixelRules:
     factor: float = 1 / 255
 
 
-def pixel_rules(folder: Path) -> PixelRules:
-    """Raises ModelConfigError."""
-    given, found = image_processor(folder), PixelRules()
+def pixel_rules(
+    folder: Path, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD
+) -> PixelRules:
+    """``mean`` and ``std``: where the files have none. Raises ModelConfigError."""
+    given, found = image_processor(folder), PixelRules(mean, std)
     if given.get("do_rescale", True):
         found = replace(found, factor=_number("rescale_factor", given.get("rescale_factor", found.factor)))
     else:
@@ -59,6 +62,8 @@ def image_processor(folder: Path) -> dict[str, Any]:
     found = _read(folder / PREPROCESSOR) if nested is None else nested
     if not isinstance(found, dict):
         raise ModelConfigError(f"{PROCESSOR}: 'image_processor' must be an object")
+    within = found.get("media_proc_cfg")  # Kimi's
+    found = {**found, **within} if isinstance(within, dict) else found
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from .families import Tower
+from .names import Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +27,34 @@ class Turns:
         return torch.cat((a * self.cos - b * self.sin, b * self.cos + a * self.sin), dim=-1).to(x.dtype)
 
 
-def turns_of(places: Tensor, tower: Tower, column_rope: bool, device: torch.device) -> Turns:
+def turns_of(
+    places: Tensor, tower: Tower, column_rope: bool, device: torch.device
+) -> Callable[[Tensor], Tensor]:
     """``places``: int64 [patches, 2]. ``column_rope``: see ``TowerNames``."""
+    if not tower.theta:
+        return lambda x: x
     exponents = torch.arange(0, tower.head_dim, 2, dtype=torch.int64).float() / tower.head_dim
     frequencies = 1.0 / (tower.theta**exponents)
     each = frequencies[0::2], frequencies[1::2] if column_rope else frequencies[0::2]
     angles = [place[:, None].float() * of for place, of in zip(places.unbind(1), each, strict=True)]
     turned = torch.cat(angles, dim=1)[:, None].to(device)
     return Turns(turned.cos(), turned.sin())
+
+
+def stretched_positions(table: Tensor, places: Tensor, rows: int, columns: int) -> Tensor:
+    """float32 [patches, D]: the square of learned vectors of ``table`` [..., D], stretched over an image of
+    ``rows`` x ``columns`` patches and interpolated between the sixteen nearest."""
+    vectors = table.float().flatten(0, -2)
+    square = vectors.view(round(len(vectors) ** 0.5), -1, table.shape[-1]).permute(2, 0, 1)[None]
+    found = functional.interpolate(square, (rows, columns), mode="bicubic")[0]  # [D, rows, columns]
+    return found[:, places[:, 0].to(table.device), places[:, 1].to(table.device)].T
+
+
+def side_by_side(head_dim: int) -> Tensor:
+    """int64 [head_dim]: which of a head's numbers is at each place for ``Turns`` where each pair lies side by
+    side, and pairs turn by column and row by turns."""
+    columns, rows = torch.arange(head_dim).view(-1, 2, 2).unbind(1)  # [head_dim / 4, 2]
+    return torch.cat((rows, columns)).T.flatten()
 
 
 def learned_positions(table: Tensor, places: Tensor, rows: int, columns: int) -> Tensor:

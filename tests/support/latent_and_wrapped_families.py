@@ -4,6 +4,7 @@ images."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import (
@@ -15,8 +16,16 @@ from transformers import (
     Exaone4_5_ForConditionalGeneration,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     Mistral3Config,
@@ -35,7 +44,7 @@ from transformers import (
 )
 
 from .dense_families import LLAMA3_ROPE, MINISTRAL_ROPE
-from .mixture_families import DEEPSEEK_ROPE, LATENT, Families
+from .mixture_families import CORRECTED, DEEPSEEK_ROPE, LATENT, Families
 
 PIXTRAL = {
     "model_type": "pixtral",
@@ -56,6 +65,30 @@ QWEN_IMAGES = {
     "patch_size": 14,
 }
 QWEN_3_IMAGES = {**QWEN_IMAGES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+GLM_IMAGES = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "image_size": 56,
+    "patch_size": 14,
+}
+GLM_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e3,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 3, 3],
+}
+INTERNVL_IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "attention_bias": True,
+}
 KIMI_IMAGES = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -73,7 +106,7 @@ MISTRAL_4 = {
 
 
 def in_parts(
-    config: type[PreTrainedConfig], images: dict[str, Any], model_type: str | None = None
+    config: Callable[..., PreTrainedConfig], images: dict[str, Any], model_type: str | None = None
 ) -> Callable[..., PreTrainedConfig]:
     """Make the configuration of the text model's values, with the smallest part for images."""
 
@@ -91,9 +124,46 @@ WRAPPED: Families = {
         in_parts(Exaone4_5_Config, {**QWEN_IMAGES, "num_key_value_heads": 1}, "exaone4"),
         {"head_dim": 24, "sliding_window": 24, "sliding_window_pattern": 2, "rope_parameters": LLAMA3_ROPE},
     ),
+    "glm4v": (
+        Glm4vForConditionalGeneration,
+        in_parts(Glm4vConfig, GLM_IMAGES, "glm4v_text"),
+        {"rope_parameters": {**GLM_ROPE, "mrope_section": [1, 1, 2]}},
+    ),
+    "glm46v": (
+        Glm46VForConditionalGeneration,
+        in_parts(Glm46VConfig, GLM_IMAGES, "glm4v_text"),
+        {"rope_parameters": {**GLM_ROPE, "mrope_section": [1, 1, 2]}},
+    ),
+    "glm4v_moe": (
+        Glm4vMoeForConditionalGeneration,
+        in_parts(Glm4vMoeConfig, GLM_IMAGES),
+        {**CORRECTED, "attention_bias": True, "head_dim": 32, "rope_parameters": GLM_ROPE},
+    ),
+    "internvl": (InternVLForConditionalGeneration, in_parts(InternVLConfig, INTERNVL_IMAGES, "qwen2"), {}),
+    "internvl_qwen3": (
+        InternVLForConditionalGeneration,
+        in_parts(InternVLConfig, INTERNVL_IMAGES, "qwen3"),
+        {"head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "internvl_qwen3_moe": (
+        InternVLForConditionalGeneration,
+        in_parts(InternVLConfig, INTERNVL_IMAGES, "qwen3_moe"),
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "internvl_gpt_oss": (
+        InternVLForConditionalGeneration,
+        in_parts(InternVLConfig, INTERNVL_IMAGES, "gpt_oss"),
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
     "kimi_k25": (
         Kimi_K25ForConditionalGeneration,
-        in_parts(Kimi_K25Config, KIMI_IMAGES, "deepseek_v3"),
+        in_parts(partial(Kimi_K25Config, projection_hidden_size=16), KIMI_IMAGES, "deepseek_v3"),
         {
             **LATENT,
             "q_lora_rank": 40,

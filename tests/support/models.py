@@ -48,10 +48,12 @@ def name_as_published(path: Path, family: str) -> None:
 
 
 def _name_layers(file: Path) -> None:
-    """Rename tensors as published: transformers saves the text's layers by the name of the images' layers."""
+    """Rename tensors as published: transformers saves the text's layers by the name of the images' layers,
+    and the patches' as if they were a part of these."""
     wrong = {
         "language_model.model.blocks.": "language_model.model.layers.",
         "model.mm_projector.": "mm_projector.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
     }
     tensors = load_file(file)
     for theirs, right in wrong.items():

@@ -17,9 +17,19 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from .families import ALL_FAMILIES, SMALL
+from .models import name_as_published
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "num_attention_heads": 2, "head_dim": 16}
 MORE: dict[str, dict[str, Any]] = {
+    "glm4v": {"depth": 3, "image_size": 70},
+    "glm4v_moe": {"depth": 2, "image_size": 70},
+    "internvl": {"num_hidden_layers": 3},
+    "kimi_k25": {
+        "num_hidden_layers": 3,
+        "projection_hidden_size": 32,
+        "pos_emb_height": 5,
+        "pos_emb_width": 5,
+    },
     "mistral3": {"num_hidden_layers": 3},
     "qwen2_5_vl": {"depth": 3, "window_size": 56, "fullatt_block_indexes": [1]},
     "qwen3_5_images": {"depth": 2},
@@ -28,6 +38,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 """By family: the tower's values that are not the smallest ones."""
 PATCH_SIZE = 14
+TILE = 56  # InternVL's; its images are one tile wide
 
 
 def make_vision_checkpoint(
@@ -53,6 +64,8 @@ def make_vision_checkpoint(
                 tensor.copy_((len(shape) == 1 and name.endswith("weight")) + spread * torch.randn(shape))
             tensor.copy_(tensor.to(dtype))
     model.to(dtype).save_pretrained(path)
+    if family == "kimi_k25":
+        name_as_published(path, family)
     return model.float().eval()
 
 
@@ -77,6 +90,18 @@ def random_image(height: int, width: int) -> NDArray[np.uint8]:
 
 def processed(family: str, image: NDArray[np.uint8], **options: Any) -> dict[str, Tensor]:
     """What transformers' image processor makes of an image that needs no other size."""
+    if family == "kimi_k25":
+        rows, columns = (side // PATCH_SIZE for side in image.shape[:2])
+        (values,) = processed("mistral3", image, **{"image_mean": 0.5, "image_std": 0.5, **options})[
+            "pixel_values"
+        ]
+        tiles = values.unfold(1, PATCH_SIZE, PATCH_SIZE).unfold(2, PATCH_SIZE, PATCH_SIZE)
+        grid = torch.tensor([[1, rows, columns]])
+        return {"pixel_values": tiles.permute(1, 2, 0, 3, 4).flatten(0, 1), "image_grid_thw": grid}
+    if family == "internvl":
+        tiles = np.split(image, len(image) // TILE)
+        values = [processed("mistral3", tile, **options)["pixel_values"] for tile in tiles]
+        return {"pixel_values": torch.cat(values)}
     kind = PixtralImageProcessorPil if family == "mistral3" else Qwen2VLImageProcessorPil
     size = {"height": PATCH_SIZE, "width": PATCH_SIZE} if family == "mistral3" else PATCH_SIZE
     return dict(kind(patch_size=size, **options)(image, do_resize=False, return_tensors="pt"))
@@ -86,7 +111,10 @@ def their_features(
     model: PreTrainedModel, family: str, image: NDArray[np.uint8], **options: Any
 ) -> list[Tensor]:
     """The rows of embeddings, then those for deeper layers."""
+    inputs = processed(family, image, **options)
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     with torch.inference_mode():
-        found = model.model.get_image_features(**processed(family, image, **options))
+        found = model.model.get_image_features(**inputs)
     deep = getattr(found, "deepstack_features", None) or ()
-    return [each if isinstance(each, Tensor) else each[0] for each in (found.pooler_output, *deep)]
+    rows = [each if isinstance(each, Tensor) else each[0] for each in (found.pooler_output, *deep)]
+    return [each.flatten(0, -2) for each in rows]

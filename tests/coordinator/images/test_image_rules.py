@@ -16,23 +16,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as pillow
 from support.image_models import CHAT, PREPROCESSORS, encoded, of, part, picture, text, write_image_model
+from support.their_images import their_kimi_pixels
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral import image_processing_pil_pixtral as with_pillow
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from splitserve.coordinator.generate.plan import Planner, parse
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.images.reading import opened, resized
-from splitserve.coordinator.images.rules import ImageRules, NoImages, PixtralImages, QwenImages
+from splitserve.coordinator.images.families import PixtralImages, QwenImages
+from splitserve.coordinator.images.reading import opened, prepared
+from splitserve.coordinator.images.rules import ImageRules, NoImages
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.transport.messages.images import FIRST_IMAGE_ID, image_name, image_token_ids
 
 SIDES = {
-    "qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_vl_moe": 32, "qwen3_5_images": 32, "mistral3": 28
+    "glm46v": 28,
+    "kimi_k25": 28, "qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_vl_moe": 32, "qwen3_5_images": 32, "mistral3": 28
 }  # fmt: skip
 SIZES = st.tuples(st.integers(1, 400), st.integers(1, 400))
 FEW = settings(max_examples=40, deadline=None)
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "mistral3")
+FAMILIES = ("glm46v", "internvl", "kimi_k25", "qwen2_5_vl", "qwen3_vl", "mistral3")
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +56,17 @@ def rules(folders: dict[str, Path]) -> dict[str, ImageRules]:
 
 def their_pixels(family: str, image: pillow.Image) -> np.ndarray[Any, Any]:
     """Return the resized image as transformers has it, [height, width, 3], before it is normalised."""
+    if family == "kimi_k25":
+        return their_kimi_pixels(image, PREPROCESSORS[family]["media_proc_cfg"])
     options: dict[str, Any] = {**PREPROCESSORS[family], "do_rescale": False, "do_normalize": False}
+    if family == "internvl":
+        found = GotOcr2ImageProcessorPil(**options, crop_to_patches=True)(images=[image])
+        return np.moveaxis(np.concatenate(found["pixel_values"], axis=1), 0, -1)
     if family == "mistral3":
         found = with_pillow.PixtralImageProcessorPil(**options)(images=[image], patch_size=SIDES[family])
         return np.moveaxis(np.asarray(found["pixel_values"][0]), 0, -1)
-    found = Qwen2VLImageProcessorPil(**options)(images=[image])
+    kind = Glm46VImageProcessorPil if family == "glm46v" else Qwen2VLImageProcessorPil
+    found = kind(**options)(images=[image])
     patch, (_, rows, columns) = SIDES[family] // 2, found["image_grid_thw"][0]
     tiles = np.asarray(found["pixel_values"]).reshape(rows // 2, columns // 2, 2, 2, 3, 2, patch, patch)[
         :, :, :, :, :, 0
@@ -76,7 +87,7 @@ def test_pixels_are_those_of_transformers(rules: dict[str, ImageRules], family: 
             with pytest.raises(ValueError, match=r"narrow|times as long"):
                 rules[family].size(*size)
             return
-        ours = resized(opened(encoded(image)), rules[family].bounded_size)
+        ours = prepared(opened(encoded(image)), rules[family].fitted)
         assert ours.mode == "RGB"
         assert np.array_equal(np.asarray(ours), theirs)
 
@@ -152,6 +163,31 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "file", "path", "value", "why"),
     [
+        ("glm46v", "config", "image_token_id", 5, "its config.json as 5"),
+        ("glm46v", "preprocessor_config", "size.shortest_edge", 6273, "odd or not in order"),
+        ("glm46v", "preprocessor_config", "temporal_patch_size", 1, "temporal_patch_size 1"),
+        ("internvl", "config", "vision_config.image_size", 112, r"size [56, 56], its config.json 112"),
+        ("internvl", "config", "downsample_ratio", 0.25, "or another downsample_ratio"),
+        ("internvl", "config", "vision_config.patch_size", [14, 7], "patch_size must be a whole number"),
+        ("internvl", "preprocessor_config", "size", None, "size [384, 384], its config.json 56"),
+        ("internvl", "processor_config", "image_seq_length", 9, "image_seq_length 9, its config.json 4"),
+        ("kimi_k25", "config", "image_token_id", 5, "its config.json as 5"),
+        ("kimi_k25", "config", "vision_config.merge_kernel_size", [1, 2], "another merge_kernel_size than 2"),
+        (
+            "kimi_k25",
+            "preprocessor_config",
+            "media_proc_cfg.fixed_output_tokens",
+            9,
+            "or fixed_output_tokens",
+        ),
+        (
+            "kimi_k25",
+            "preprocessor_config",
+            "media_proc_cfg.patch_size",
+            16,
+            "patch_size 16, its config.json 14",
+        ),
+        ("kimi_k25", "preprocessor_config", "media_proc_cfg.in_patch_limit", 0, "must be a whole number"),
         ("qwen3_vl", "config", "model_type", "gemma3", "images are not built for 'gemma3'"),
         ("qwen3_vl", "config", "image_token_id", 5, "its config.json as 5"),
         ("qwen3_vl", "config", "vision_config.patch_size", 14, "patch_size 16, its config.json 14"),
@@ -215,3 +251,23 @@ def test_files_of_the_image_processor(folders: dict[str, Path], tmp_path: Path) 
     older.unlink()
     size = Qwen2VLImageProcessorPil().size
     assert bounds() == (size["shortest_edge"], size["longest_edge"])
+
+
+def test_kimis_files_as_transformers_writes_them(
+    folders: dict[str, Path], rules: dict[str, ImageRules], tmp_path: Path
+) -> None:
+    """Beside those as published, with ``media_proc_cfg`` and another name of the token's id."""
+    for each in folders["kimi_k25"].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    options = {
+        "patch_size": 14,
+        "merge_size": 2,
+        "max_patches": 80,
+        "size": {"max_height": 11, "max_width": 11},
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(options))
+    assert ServedModel.load(tmp_path, "x").images == rules["kimi_k25"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    for number, fits in ((config.pop("image_token_id"), True), (7, False)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "media_placeholder_token_id": number}))
+        assert isinstance(ServedModel.load(tmp_path, "x").images, ImageRules) == fits

@@ -8,31 +8,42 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from support.image_models import CHAT, encoded, of, part, picture, write_image_model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from splitserve.coordinator.errors import CannotStart
 from splitserve.coordinator.generate.plan import Planner, parse
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.images.rules import ImageRules, PixtralImages, QwenImages
+from splitserve.coordinator.images.families import (
+    GlmImages,
+    InternVLImages,
+    KimiImages,
+    PixtralImages,
+    QwenImages,
+)
+from splitserve.coordinator.images.rules import ImageRules
 from splitserve.coordinator.text.served_model import ServedModel
 
 QWEN = QwenImages("<i>", 1, 32, 4096, 32 * 32 * 40)
 PIXTRAL = PixtralImages("<i>", 1, 28, 154, 154, row_end=2, image_end=3)
+GLM = GlmImages("<i>", 1, 28, 3136, 28 * 28 * 40)
+INTERNVL = InternVLImages("<i>", 1, 28, 56, 1, 6, 2, 3)
+KIMI = KimiImages("<i>", 1, 28, 14, 80, 11)
 SIDE = st.integers(1, 600)
 
 
 @given(height=SIDE, width=SIDE, bound=st.integers(4096, 50_000))
-@pytest.mark.parametrize("rules", [QWEN, PIXTRAL])
+@pytest.mark.parametrize("rules", [GLM, INTERNVL, KIMI, QWEN, PIXTRAL])
 def test_no_image_is_larger(rules: ImageRules, height: int, width: int, bound: int) -> None:
     try:
-        usual = rules.bounded_size(height, width)
+        usual = rules.fitted(Image.new("RGB", (width, height))).size
     except ValueError:  # too narrow
         return
-    found = rules.bounded_by(bound).bounded_size(height, width)
+    found = rules.bounded_by(bound).fitted(Image.new("RGB", (width, height))).size
     assert found[0] * found[1] <= bound
     assert all(side > 0 and side % rules.side == 0 for side in found)
-    if usual[0] * usual[1] <= bound and rules is PIXTRAL:
+    if usual[0] * usual[1] <= bound and rules not in (GLM, QWEN):
         assert found == usual
 
 

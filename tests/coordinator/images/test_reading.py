@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from support.image_models import encoded, picture
 
-from splitserve.coordinator.images.reading import decoded, num_scans, opened, resized
+from splitserve.coordinator.images.reading import decoded, num_scans, opened, prepared
 
 PLAIN = picture(9, 14)
 FILES = {
@@ -28,7 +28,11 @@ FILES = {
 
 
 def read(file: bytes, size: Callable[[int, int], tuple[int, int]]) -> Image.Image:
-    return resized(opened(file), size)
+    def fit(image: Image.Image) -> Image.Image:
+        height, width = size(image.height, image.width)
+        return image.resize((width, height))
+
+    return prepared(opened(file), fit)
 
 
 def as_is(height: int, width: int) -> tuple[int, int]:

@@ -108,6 +108,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
         "exaone_moe",
         "glm4_moe",
         "glm_moe_dsa",
+        "glm4v_moe",
         "kimi",
         "mellum",
     )  # peft would change experts

@@ -22,6 +22,7 @@ OF_THE_TOKENIZER = {"eos_token_ids", "bos_token_id"}  # which has them where con
 DIFFERENT = {  # reading, by family and key
     ("cwm", "rope_parameters"): "no file is without them",
     ("gpt_oss", "rope_parameters"): "no file is without them",
+    ("internvl_gpt_oss", "rope_parameters"): "no file is without them",
     ("ministral3", "rope_parameters"): "no file is without them",
     ("mistral3_ministral", "rope_parameters"): "no file is without them",
     ("mistral3_mistral4", "rope_parameters"): "no file is without them",

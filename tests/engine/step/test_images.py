@@ -3,17 +3,14 @@ is made as the coordinator makes it."""
 
 from __future__ import annotations
 
-import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image as Pillow
 from support.engines import engine_config
-from support.image_models import PREPROCESSORS, data_url, encoded, make_image_model, picture
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from support.image_models import GLMS, INTERNVLS, data_url, encoded, make_image_model, picture
+from support.their_images import their_logits
 
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
 from splitserve.coordinator.generate.prompts import Prompt, prompts_of
@@ -30,9 +27,12 @@ from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport.messages.images import rope_shift
 from splitserve.transport.messages.messages import Peer, RequestSpec, SamplingParams, u32
 
-BLOCK_SIZE, NUM_BLOCKS, NUM_OUTPUTS = 8, 96, 9
+BLOCK_SIZE, NUM_BLOCKS, NUM_OUTPUTS = 8, 96, 64
 PEER = Peer(worker_id="d", incarnation=1, address="")
 FAMILIES = (
+    *GLMS,
+    *INTERNVLS,
+    "kimi_k25",
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_vl_moe",
@@ -46,12 +46,18 @@ WIDE, TALL = encoded(picture(90, 150)), encoded(picture(120, 60, seed=1))
 
 @dataclass
 class Model:
-    """``theirs``: of transformers."""
+    """``theirs``: of transformers. ``decoder``: a worker's that has no vision tower."""
 
     family: str
     theirs: Any
     runner: ModelRunner
+    decoder: ModelRunner
     served: ServedModel
+
+    @property
+    def mark(self) -> int:
+        """No answer has it: transformers would want an image for it."""
+        return int(self.theirs.config.image_token_id)
 
     def prompt(self, *files: bytes) -> Prompt:
         images = [{"type": "image_url", "image_url": {"url": data_url(file)}} for file in files]
@@ -61,27 +67,17 @@ class Model:
 
     def expected(self, prompt: Prompt, answer: list[int], *files: bytes) -> list[int]:
         """What transformers would have chosen at each of the answer's places."""
-        pictures = [Pillow.open(io.BytesIO(file)) for file in files]
-        options = {**PREPROCESSORS[self.family], "return_tensors": "pt"}
-        if "mistral3" in self.family:
-            options["patch_size"] = 2 * self.theirs.config.vision_config.patch_size
-            inputs = dict(PixtralImageProcessorPil(**options)(pictures, return_tensors="pt"))
-        else:
-            inputs = dict(Qwen2VLImageProcessorPil(**options)(pictures))
-            self.theirs.model.rope_deltas = None
-        ids = torch.tensor([[*prompt.shown_ids, *answer[:-1]]])
-        if "mistral3" not in self.family:
-            inputs["mm_token_type_ids"] = (ids == self.theirs.config.image_token_id).int()
-        with torch.inference_mode():
-            logits = self.theirs(input_ids=ids, **inputs).logits[0, len(prompt.token_ids) - 1 :]
+        ids = [*prompt.shown_ids, *answer[:-1]]
+        logits = their_logits(self.theirs, self.family, ids, len(prompt.shown_ids) - 1, *files)
         return [int(token) for token in logits.argmax(dim=-1)]
 
 
 class Served:
     """One worker's schedulers around a runner."""
 
-    def __init__(self, runner: ModelRunner, chunk: int) -> None:
-        self.runner, self.state_blocks = runner, runner.loaded.layout.state_blocks
+    def __init__(self, model: Model, chunk: int) -> None:
+        self.runner, self.decoder, self.never = model.runner, model.decoder, {model.mark: -100.0}
+        self.state_blocks = self.runner.loaded.layout.state_blocks
         self.scheduler = PrefillScheduler(
             BlockManager(NUM_BLOCKS - 24), BLOCK_SIZE, "kv", chunk, 4, state_blocks=self.state_blocks
         )
@@ -96,7 +92,7 @@ class Served:
             coordinator=1,
             token_ids=u32([*prompt.token_ids, *given]),
             num_prompt_tokens=len(prompt.token_ids),
-            sampling=SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=99, temperature=0.0, ignore_eos=True, logit_bias=self.never),
             deadline_s=60.0,
             rope_shift=rope_shift(prompt.images),
         )
@@ -106,6 +102,7 @@ class Served:
         spec = self.spec(prompt, given)
         sequence = self.scheduler.add(spec, PEER, 0.0, prompt.images)
         token, handed_over = self._prefill(sequence)
+        self.decoder.loaded.pool.copy_(self.runner.loaded.pool)
         outputs = [*given, token]
         state = SamplingState(spec.sampling, list(prompt.token_ids), outputs, rope_shift=spec.rope_shift)
         spare = list(range(NUM_BLOCKS - 24, NUM_BLOCKS))  # for its second state, and for its new blocks
@@ -118,7 +115,7 @@ class Served:
             while decoding in rows.beginning:
                 rows.add_block(decoding, more.pop())
             step = rows.build()
-            tokens = self.runner.execute(step.batch).token_ids
+            tokens = self.decoder.execute(step.batch).token_ids
             outputs.append(int(tokens[0]))
             rows.settle(step, tokens)
         self.scheduler.unpin(sequence.key)
@@ -138,12 +135,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder, family = tmp_path_factory.mktemp(request.param), request.param
     theirs = make_image_model(folder, family)
     config = engine_config(folder, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=256)
-    return Model(family, theirs, ModelRunner(config), ServedModel.load(folder, family))
+    decoder = ModelRunner(replace(config, computes_images=False))
+    assert decoder.loaded.vision is None
+    return Model(family, theirs, ModelRunner(config), decoder, ServedModel.load(folder, family))
 
 
 @pytest.mark.parametrize("chunk", [256, 7])
 def test_any_chunks_give_the_tokens_of_transformers(model: Model, chunk: int) -> None:
-    prompt, served = model.prompt(WIDE, TALL), Served(model.runner, chunk)
+    prompt, served = model.prompt(WIDE, TALL), Served(model, chunk)
     answer, cached = served.answer(prompt)
     assert cached == 0
     assert answer == model.expected(prompt, answer, WIDE, TALL)
@@ -155,7 +154,7 @@ def test_any_chunks_give_the_tokens_of_transformers(model: Model, chunk: int) ->
 
 
 def test_answers_depend_on_the_image(model: Model) -> None:
-    served, answers = Served(model.runner, 256), set()
+    served, answers = Served(model, 256), set()
     for seed in range(3):
         file = encoded(picture(90, 150, seed=seed))
         prompt = model.prompt(file)
@@ -173,13 +172,13 @@ def test_each_image_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPat
         features, "_compute", lambda image: (seen.append((image.height, image.width)), compute(image))[1]
     )
     features._kept.clear()
-    prompt, served = model.prompt(WIDE, TALL), Served(model.runner, 7)
+    prompt, served = model.prompt(WIDE, TALL), Served(model, 7)
     served.answer(prompt)
     assert seen == [(image.height, image.width) for image in prompt.images]
     served.answer(prompt)
     assert len(seen) == 2, "tokens behind the last full block are computed again, their image is not"
     monkeypatch.setattr(images, "MOST_BYTES", 0)
-    Served(model.runner, 7).answer(prompt)
+    Served(model, 7).answer(prompt)
     assert not features._kept
 
 
@@ -202,16 +201,16 @@ def test_an_image_without_memory_fails_alone(
     monkeypatch.setattr(features, "_tower", short)
     prompt = model.prompt(encoded(picture(90, 150, seed=8)))
     if times == 1:
-        assert len(Served(model.runner, 256).answer(prompt)[0]) == NUM_OUTPUTS
+        assert len(Served(model, 256).answer(prompt)[0]) == NUM_OUTPUTS
         return
     with pytest.raises(EngineError, match="does not fit into the worker's memory") as raised:
-        Served(model.runner, 256).answer(prompt)
+        Served(model, 256).answer(prompt)
     assert not is_out_of_memory(raised.value)
 
 
 def test_what_a_model_drafts_behind_is_a_word(model: Model) -> None:
     """No row of the embeddings belongs to a token of an image."""
-    prompt, served = model.prompt(WIDE), Served(model.runner, 7)
+    prompt, served = model.prompt(WIDE), Served(model, 7)
     served.scheduler = PrefillScheduler(BlockManager(72), BLOCK_SIZE, "kv", 7, 4, model_drafts=True)
     served.scheduler.add(served.spec(prompt), PEER, 0.0, prompt.images)
     found: list[int] = []

@@ -12,6 +12,7 @@ import torch
 from support.vision_models import (
     MORE,
     PATCH_SIZE,
+    TILE,
     make_vision_checkpoint,
     processed,
     random_image,
@@ -33,6 +34,10 @@ IMAGES = [(84, 140), (56, 112), (28, 56)]
 """Windows of 2 x 2 rows of embeddings: with smaller ones at both edges, without, and less than one."""
 
 
+def images_of(family: str) -> list[tuple[int, int]]:
+    return [(TILE, TILE), (3 * TILE, TILE)] if family == "internvl" else IMAGES
+
+
 @contextmanager
 def tower(folder: Path, dtype: torch.dtype = torch.float32) -> Iterator[tuple[VisionConfig, VisionTower]]:
     config = tower_of(folder)
@@ -51,7 +56,7 @@ def ours(made: VisionTower, height: int, width: int) -> list[Tensor]:
 def test_features_are_transformers(tmp_path: Path, family: str) -> None:
     model = make_vision_checkpoint(tmp_path, family)
     with tower(tmp_path) as (config, made):
-        for height, width in IMAGES:
+        for height, width in images_of(family):
             theirs = their_features(model, family, random_image(height, width))
             found = ours(made, height, width)
             assert len(found) == len(theirs) == 1 + len(config.tower.deep_layers)
@@ -61,13 +66,13 @@ def test_features_are_transformers(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("multiplies", [False, True])
-@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["glm4v", "internvl", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, multiplies: bool
 ) -> None:
     """Nearer on CPUs that have no bfloat16 and compute in float32."""
     monkeypatch.setattr(tower_module, "cpu_multiplies_bfloat16", lambda: multiplies)
-    model, size = make_vision_checkpoint(tmp_path, family, torch.bfloat16), IMAGES[0]
+    model, size = make_vision_checkpoint(tmp_path, family, torch.bfloat16), images_of(family)[0]
     most, exact = 1.2 if multiplies else 0.6, their_features(model, family, random_image(*size))
     theirs = their_features(model.bfloat16(), family, random_image(*size))
     with tower(tmp_path, torch.bfloat16) as (_, made):
@@ -111,15 +116,22 @@ def test_patches_are_those_of_transformers_image_processors(
         ("mistral3", {"multimodal_projector_bias": True, "projector_hidden_act": "silu"}),
         ("mistral3", {"rms_norm_eps": 0.3}),
         ("mistral3", {"hidden_act": "silu", "spatial_merge_size": 1}),
+        ("glm4v", {"rms_norm_eps": 0.3, "hidden_act": "gelu"}),
+        ("glm4v_moe", {"temporal_patch_size": 1, "image_size": 42}),
+        ("internvl", {"norm_type": "rms_norm", "attention_bias": False, "use_qk_norm": True}),
+        ("internvl", {"layer_norm_eps": 0.3, "hidden_act": "silu", "projector_hidden_act": "silu"}),
+        ("kimi_k25", {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}),
+        ("kimi_k25", {"hidden_act": "gelu", "projection_layer_norm_eps": 0.3}),
         ("qwen2_5_vl", {"hidden_act": "gelu", "window_size": 84, "fullatt_block_indexes": []}),
         ("qwen3_vl", {"temporal_patch_size": 1, "deepstack_visual_indexes": []}),
     ],
 )
 def test_what_config_json_asks_for_is_done(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    model, image = make_vision_checkpoint(tmp_path, family, **changes), random_image(112, 140)
+    size = images_of(family)[-1] if family == "internvl" else (112, 140)
+    model, image = make_vision_checkpoint(tmp_path, family, **changes), random_image(*size)
     options = {key: value for key, value in changes.items() if key == "temporal_patch_size"}
     with tower(tmp_path) as (_, made):
-        (found,), (theirs,) = ours(made, 112, 140), their_features(model, family, image, **options)
+        (found,), (theirs,) = ours(made, *size), their_features(model, family, image, **options)
         torch.testing.assert_close(found, theirs, rtol=1e-4, atol=2e-5)
 
 

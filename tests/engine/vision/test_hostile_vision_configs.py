@@ -14,12 +14,19 @@ from support.vision_models import make_vision_checkpoint
 
 from splitserve.engine.vision.config import VisionConfig, vision_config
 
-FAMILIES = ("mistral3", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("glm4v", "internvl", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl")
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
 )
-BESIDE = ["vision_config", "vision_feature_layer", "spatial_merge_size", "projector_hidden_act"]
+BESIDE = [
+    "vision_config",
+    "vision_feature_layer",
+    "spatial_merge_size",
+    "projector_hidden_act",
+    "downsample_ratio",
+    "projection_layer_norm_eps",
+]
 OPTIONS = ["image_mean", "image_std", "rescale_factor", "do_normalize", "do_rescale", "patch_size"]
 
 
@@ -32,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 def test_any_value_is_a_tower_or_none(folders: dict[str, Path], data: st.DataObject, family: str) -> None:
     config: dict[str, Any] = json.loads((folders[family] / "config.json").read_text())
