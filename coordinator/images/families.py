@@ -30,7 +30,7 @@ class QwenImages(ImageRules):
 
     @property
     def least(self) -> int:
-        return self.least_pixels
+        return max(self.least_pixels, self.side * self.side)
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         if max(height, width) > MAX_RATIO * min(height, width):
@@ -147,7 +147,5 @@ class InternVLImages(ImageRules):
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
     """Return columns and rows of all grids of ``least`` to ``most`` tiles, by their number, then by width."""
     sides = range(1, most + 1)
-    return sorted(
-        ((columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most),
-        key=math.prod,
-    )
+    grids = ((columns, rows) for columns in sides for rows in range(1, most // columns + 1))
+    return sorted((grid for grid in grids if math.prod(grid) >= least), key=math.prod)

@@ -136,7 +136,8 @@ def _internvl(
 def _single(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return a side that config.json may have twice, by its key."""
     given = values.get(key)
-    return {key: given[0] if isinstance(given, list) and given[:1] * 2 == given else given}
+    is_twice = isinstance(given, list) and len(given) == 2 and given[0] == given[1]
+    return {key: given[0] if is_twice else given}
 
 
 OTHERS: dict[str, Read] = {

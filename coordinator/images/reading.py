@@ -22,6 +22,8 @@ BICUBIC = 3
 NAMES = "PNG, JPEG, WebP or GIF"
 MAX_PIXELS = 64_000_000
 """Looked at before an image is decoded, which takes up to 12 bytes a pixel."""
+MAX_SIDE = 65_535
+"""Of JPEG and GIF. To resize takes 32 bytes for each pixel of a side, whatever the other side is."""
 MAX_PIXELS_IN_ALL = 4 * MAX_PIXELS
 """For one request: to decode as many takes seconds."""
 MAX_SCANNED = 20 * MAX_PIXELS
@@ -71,6 +73,8 @@ def opened(data: bytes) -> Picture:
         raise ValueError(_damaged(error)) from error
     if picture.width * picture.height > MAX_PIXELS:
         raise ValueError(too_large)
+    if max(picture.size) > MAX_SIDE:
+        raise ValueError(f"one of its sides has more than {MAX_SIDE:,} pixels; send it smaller")
     if picture.format in ("JPEG", "MPO") and num_scans(data) * picture.width * picture.height > MAX_SCANNED:
         raise ValueError("it is compressed in too many scans; save it without progressive compression")
     return picture

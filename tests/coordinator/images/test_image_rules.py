@@ -169,6 +169,7 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("internvl", "config", "vision_config.image_size", 112, r"size [56, 56], its config.json 112"),
         ("internvl", "config", "downsample_ratio", 0.25, "or another downsample_ratio"),
         ("internvl", "config", "vision_config.patch_size", [14, 7], "patch_size must be a whole number"),
+        ("internvl", "config", "vision_config.patch_size", [], "patch_size must be a whole number"),
         ("internvl", "preprocessor_config", "size", None, "size [384, 384], its config.json 56"),
         ("internvl", "processor_config", "image_seq_length", 9, "image_seq_length 9, its config.json 4"),
         ("kimi_k25", "config", "image_token_id", 5, "its config.json as 5"),

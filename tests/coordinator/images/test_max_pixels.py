@@ -65,6 +65,9 @@ def test_a_servers_model(tmp_path: Path) -> None:
         (prompt,) = planner.plan(parse(CHAT, orjson.dumps(body)), {}, "standard").prompts
         counts.append(prompt.images[0].num_tokens)
     assert counts == [35, 6]
+    bounded = QwenImages("<i>", 1, 32, 5, 32 * 32 * 40)
+    with pytest.raises(ValueError, match="--image-max-pixels 1023: the model's images have 1024 or more"):
+        bounded.bounded_by(1023)
     with pytest.raises(CannotStart, match="--image-max-pixels 4095: the model's images have 4096 or more"):
         ServedModel.load(tmp_path, "x", image_max_pixels=4095)
 

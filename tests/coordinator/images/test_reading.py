@@ -132,6 +132,7 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
         (FILES["WEBP"][:-60], "it"),
         (png(8001, 8000), "more than 64 megapixels"),
         (png(12_000, 8000), "more than 64 megapixels"),  # for which the library warns
+        (png(65_536, 1), "one of its sides has more than 65,535 pixels"),  # resizing takes memory by side
         (png(1 << 30, 1 << 30), "more than 64 megapixels"),
         (png(100, 100, b"\0" * 50), "cut short or damaged"),
         (png(0, 5), "it"),
