@@ -136,8 +136,9 @@ def _internvl(
 def _single(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return a side that config.json may have twice, by its key."""
     given = values.get(key)
-    is_twice = isinstance(given, list) and len(given) == 2 and given[0] == given[1]
-    return {key: given[0] if is_twice else given}
+    if isinstance(given, list) and len(given) == 2 and given[0] == given[1]:
+        given = given[0]
+    return {key: given}
 
 
 OTHERS: dict[str, Read] = {

@@ -177,7 +177,7 @@ def parse_config(
     family = FAMILIES[architecture].of(config)
     config = family.config(config)
     quantisation = parse_quantisation(config.get("quantization_config") or {}, modelopt or {})
-    activation = activation_of(config)
+    activation = activation_of(config, gated=bool(family.tensors.gate))
     both_ways = config.get("use_bidirectional_attention") not in (None, False, "vision")
     if both_ways or config.get("is_causal") is False:
         raise ModelConfigError("config.json: attention to later tokens (of embedding models) is not built")

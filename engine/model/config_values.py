@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...kernels.mixture_shape import Activation
+from ...kernels.mixture_shape import Activation, num_inputs
 from ..errors import ModelConfigError
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -103,14 +103,15 @@ def positive_int(config: dict[str, Any], key: str, default: int | None = None) -
     return value
 
 
-def activation_of(config: dict[str, Any]) -> Activation:
-    """Raises ModelConfigError."""
+def activation_of(config: dict[str, Any], gated: bool) -> Activation:
+    """``gated``: the family's MLPs have gates. Raises ModelConfigError."""
+    known = {name: of for name, of in ACTIVATIONS.items() if num_inputs(of) == 1 + gated}
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
+    if name not in [*known]:
         raise ModelConfigError(
-            f"config.json: hidden_act {name!r:.100} is not supported (supported: {', '.join(ACTIVATIONS)})"
+            f"config.json: hidden_act {name!r:.100} is not supported (supported: {', '.join(known)})"
         )
-    return ACTIVATIONS[name]
+    return known[name]
 
 
 def read_json(path: Path) -> dict[str, Any]:

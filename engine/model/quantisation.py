@@ -108,7 +108,7 @@ class Quantisation:
     def of(self, module: str) -> TensorScheme | None:
         if module in self.named:
             return self.named[module]
-        left_out = module.endswith(("embed_tokens", "norm", "conv1d"))
+        left_out = module.endswith(("embed_tokens", "embeddings", "norm", "conv1d"))
         if left_out or any(_matches(pattern, module) for pattern in self.ignored):
             return None
         return next((scheme for pattern, scheme in self.schemes if _matches(pattern, module)), None)

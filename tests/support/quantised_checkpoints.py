@@ -19,6 +19,8 @@ GROUP = 16
 SIDES = (32, 32)
 LEFT_OUT = ("lm_head", "weights_proj", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<i>\d+)\.(?P<matrix>\w+)\.weight")
+OF_MODEL = {"block_sparse_moe": "mlp", "backbone": "model"}
+"""Parts of tensors' names, and as transformers' modules have them."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -36,17 +38,22 @@ def rewrite(
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.endswith(LEFT_OUT):
-            module.weight = torch.nn.Parameter(rewritten(name), requires_grad=False)
+            stored = name if f"{name}.weight" in tensors else name.replace("model.", "backbone.", 1)
+            module.weight = torch.nn.Parameter(rewritten(stored), requires_grad=False)
     for name in sorted(tensors):
         of_expert = EXPERT.fullmatch(name)
         if of_expert is not None:
             experts, i = (
-                model.get_submodule(of_expert["experts"].replace("block_sparse_moe", "mlp")),
+                model.get_submodule(
+                    re.sub("|".join(OF_MODEL), lambda found: OF_MODEL[found[0]], of_expert["experts"])
+                ),
                 int(of_expert["i"]),
             )
-            assert isinstance(experts.gate_up_proj, torch.nn.Parameter)
+            inputs = experts.up_proj if hasattr(experts, "up_proj") else experts.gate_up_proj
+            assert isinstance(inputs, torch.nn.Parameter)
             assert isinstance(experts.down_proj, torch.nn.Parameter)
-            gate, up = experts.gate_up_proj.data[i].chunk(2)
+            *gates, up = inputs.data[i].split(experts.down_proj.shape[2])
+            gate = gates[0] if gates else None
             matrix = {"gate_proj": gate, "w1": gate, "up_proj": up, "w3": up}.get(of_expert["matrix"])
             (experts.down_proj.data[i] if matrix is None else matrix).copy_(
                 rewritten(name.removesuffix(".weight"))

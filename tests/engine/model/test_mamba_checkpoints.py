@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.model.test_hybrid_checkpoints import error
+from engine.model.test_quantised_checkpoints import CASES
 from support.families import SMALL
 from support.hybrid_families import GRANITE
+from support.models import make_checkpoint
+from support.quantised_checkpoints import rewrite
 
 from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.model.config import ModelConfig, parse_config
+from splitserve.engine.model.model_folder import check_model_folder
 from splitserve.engine.model.ranks import check_split
 from splitserve.engine.model.tensors import expected_tensors
 
@@ -93,6 +99,10 @@ def test_granite_4_without_recurrent_layers() -> None:
         ({"mamba_d_head": 20}, "8 heads of 20 numbers"),
         ({"mamba_d_state": 20}, "multiples of 8"),
         ({"mamba_n_groups": 3}, "8 value heads on 3 key heads"),
+        (
+            {"hidden_act": "relu2"},
+            r"hidden_act 'relu2' is not supported \(supported: silu, gelu_pytorch_tanh\)",
+        ),
         ({"mamba_conv_bias": 1}, "'mamba_conv_bias' must be true or false"),
     ],
 )
@@ -115,6 +125,7 @@ def test_layers_of_mamba_2_that_are_not_built_are_refused(changes: dict[str, Any
         ({"layers_block_type": "M"}, "'layers_block_type' must be a list"),
         ({"moe_latent_size": 1024}, "experts of latent inputs"),
         ({"mlp_hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"mlp_hidden_act": "silu"}, r"hidden_act 'silu' is not supported \(supported: relu2\)"),
         ({"mamba_num_heads": 0.5}, "'mamba_n_heads' must be a positive whole number"),
     ],
 )
@@ -132,3 +143,14 @@ def test_the_kinds_of_layers_have_three_spellings() -> None:
         values = {**NEMOTRON_3_NANO, "layers_block_type": layers_block_type, "hybrid_override_pattern": None}
         assert parsed("NemotronHForCausalLM", **values) == found
     assert (found.num_layers, found.num_cache_layers, found.tensors.halves[2:4]) == (29, 6, ((4, -1), (5, 6)))
+
+
+@pytest.mark.parametrize("family", ["bamba", "granite_hybrid", "nemotron_h"])
+@pytest.mark.parametrize("case", ["compressed-tensors FP8 dynamic", "FP8 in blocks", "ModelOpt FP8"])
+def test_quantised_checkpoints(family: str, case: str, tmp_path: Path) -> None:
+    """Embeddings, convolutions and routers are not quantised."""
+    reference = rewrite(tmp_path, make_checkpoint(tmp_path, family), *CASES[case])
+    check_model_folder(tmp_path)
+    assert error(tmp_path, reference) < 5e-4
+    if case == "compressed-tensors FP8 dynamic":
+        assert error(tmp_path, reference, tensor_parallel_size=2) < 5e-4
