@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from ..loaded_model import LoadedModel
 from ..model.adapters import Pairs, RankAdapters
 from .files import AdapterFile
+
+OF_LAYERS = re.compile(r"^model\.(language_model\.)?layers\.")
 
 
 class ResidentAdapters:
@@ -43,9 +46,7 @@ class ResidentAdapters:
                 stream.synchronize()
 
     def _as_stored(self, file: AdapterFile) -> Pairs:
-        """By the names that checkpoints have. Of a model with several parts transformers' own are others."""
-        ours, theirs = self._first.text_model, "model.language_model."
-        return {
-            ours + name.removeprefix(theirs) if name.startswith(theirs) else name: pair
-            for name, pair in file.layers.items()
-        }
+        """By the names that checkpoints have. Of Nemotron and of models with several parts transformers' own
+        are others."""
+        ours = f"{self._first.text_model}layers."
+        return {OF_LAYERS.sub(ours, name): pair for name, pair in file.layers.items()}

@@ -19,6 +19,7 @@ from splitserve.engine.step.model_runner import ModelRunner
 ATTENTION = r"(?!.*visual).*\.(self_attn\.(q|k|v|o)_proj|linear_attn\.(in_proj_(qkvz|ba|qkv|z|b|a)|out_proj)"
 LAYERS = {
     "granite_hybrid": r".*\.([qkvo]_proj|mamba\.(in|out)_proj|shared_mlp\.(input|output)_linear)",
+    "nemotron_h": r".*\.([qkvo]_proj|in_proj|mixer\.(up|down)_proj)",  # peft refuses out_proj
     "qwen3_next": rf"{ATTENTION})",  # peft would change experts
     "qwen3_5_images": rf"{ATTENTION}|mlp\.(gate|up|down)_proj)",
     "lfm2": r".*\.(self_attn\.(q|k|v|out)_proj|conv\.(in|out)_proj|feed_forward\.w[123])",
