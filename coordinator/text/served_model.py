@@ -165,6 +165,9 @@ class ServedModel:
             )
         except (OSError, ValueError) as error:
             raise CannotStart(str(error)) from error
+        except (TypeError, LookupError, AttributeError) as error:
+            what = f"a JSON file has a value of the wrong type ({error!r:.200}); download it again"
+            raise CannotStart(f"{folder}: {what}") from error
 
     def template_for(self, source: str | None) -> ChatTemplate:
         """Return the model's chat template, or that of a request. Raises InvalidRequest."""

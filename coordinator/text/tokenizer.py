@@ -7,6 +7,7 @@ releases the GIL, so for a long text a thread does it (``aside``) while the even
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -174,12 +175,13 @@ def _unpickled(fast: FastTokenizer, config: dict[str, Any], vocab_size: int) -> 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty if there is no such file. Raises ValueError."""
+    """Return a file's JSON object; empty if there is no such file. Published files may have Infinity, which
+    is no JSON. Raises ValueError."""
     if not path.is_file():
         return {}
     try:
-        value = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")

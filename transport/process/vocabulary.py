@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
-from msgspec import DecodeError, Struct, json
+from msgspec import DecodeError, Struct, convert
+from msgspec.json import decode, encode
 
 NAME_BYTES = 16
 
@@ -36,11 +38,11 @@ def vocabulary_name(folder: Path) -> str:
     if any(folder.glob("*.gguf")):
         return ""
     try:
-        vocab = json.decode((folder / "tokenizer.json").read_bytes(), type=_File).model.vocab
+        vocab = decode((folder / "tokenizer.json").read_bytes(), type=_File).model.vocab
     except (OSError, DecodeError, UnicodeDecodeError):
         return ""  # what reads it for its text or its grammars has a sentence for that
     by_id = enumerate(piece for piece, _ in vocab) if isinstance(vocab, list) else _by_id(vocab)
-    return hashlib.blake2b(json.encode(list(by_id)), digest_size=NAME_BYTES).hexdigest()
+    return hashlib.blake2b(encode(list(by_id)), digest_size=NAME_BYTES).hexdigest()
 
 
 def model_size(folder: Path) -> str:
@@ -49,8 +51,8 @@ def model_size(folder: Path) -> str:
     if any(folder.glob("*.gguf")):
         return ""
     try:
-        config = json.decode((folder / "config.json").read_bytes(), type=_Config)
-    except (OSError, DecodeError, UnicodeDecodeError):
+        config = convert(json.loads((folder / "config.json").read_bytes()), _Config)  # may have Infinity
+    except (OSError, DecodeError, ValueError, RecursionError):
         return ""  # what reads it has a sentence for that
     of = config.text_config or config
     if not of.num_hidden_layers or not of.hidden_size:

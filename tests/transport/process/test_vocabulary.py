@@ -68,6 +68,7 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 64}
     [
         ({**SIZES, "model_type": "llama", "quantization_config": {}}, "2 layers of width 64"),
         ({"hidden_size": 1, "num_hidden_layers": 1, "text_config": SIZES}, "2 layers of width 64"),
+        ({**SIZES, "time_step_limit": [0.0, float("inf")]}, "2 layers of width 64"),
         ({**SIZES, "hidden_size": None}, ""),
         ({"num_hidden_layers": 2}, ""),
         ([], ""),
