@@ -150,7 +150,7 @@ def mixture_config(
             hidden_size=positive_int(config, "hidden_size"),
             intermediate_size=positive_int(config, size),
             normalized=bool(config.get("norm_topk_prob", True)),
-            activation=_clamped(config) if "swiglu_limit" in config else activation,
+            activation=_clamped(config) if names.gate and "swiglu_limit" in config else activation,
             shared_size=_shared_size(config, names),
             shared_gated=bool(names.shared_gate),
             sigmoid=score == "sigmoid",

@@ -134,6 +134,12 @@ def test_nemotrons_that_are_not_built_are_refused(changes: dict[str, Any], messa
         parsed("NemotronHForCausalLM", **{**NEMOTRON_3_NANO, **changes})
 
 
+def test_limits_of_gates_do_not_change_experts_without_gates() -> None:
+    """Kernels would read past the end of an expert's weights."""
+    values = {**NEMOTRON_3_NANO, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    assert parsed("NemotronHForCausalLM", **values) == parsed("NemotronHForCausalLM", **NEMOTRON_3_NANO)
+
+
 def test_the_kinds_of_layers_have_three_spellings() -> None:
     kinds = {"M": "mamba", "*": "attention", "E": "moe"}
     names = [kinds[letter] for letter in NEMOTRON_3_NANO["hybrid_override_pattern"]]
