@@ -127,11 +127,12 @@ def plain_scales(config: dict[str, Any], head_dim: int) -> Scales:
 
 
 def granite_scales(config: dict[str, Any], head_dim: int) -> Scales:
-    """Raises ModelConfigError where ``attention_multiplier`` is null."""
-    if (attention := config.get("attention_multiplier", 1.0)) is None:
-        raise ModelConfigError("config.json: 'attention_multiplier' must be a number, found None")
+    """Raises ModelConfigError where a factor is 0 or null."""
+    for name in ("attention_multiplier", "residual_multiplier", "logits_scaling"):
+        if not config.get(name, 1.0):
+            raise ModelConfigError(f"config.json: {name!r} must be a number above 0, found {config[name]}")
     return Scales(
-        attention=float(attention),
+        attention=float(config.get("attention_multiplier", 1.0)),
         embedding=float(config.get("embedding_multiplier", 1.0)),
         residual=float(config.get("residual_multiplier", 1.0)),
         logits=1.0 / float(config.get("logits_scaling", 1.0)),

@@ -76,7 +76,7 @@ def test_a_good_folder_passes_also_through_links(folder: Path, tmp_path: Path) -
         ({"max_position_embeddings": 10**15}, "'max_position_embeddings' is"),
         ({"num_hidden_layers": True}, "must be a positive whole number, found True"),
         ({"num_hidden_layers": "5"}, "found '5'"),
-        ({"hidden_act": [1]}, "a value of the wrong type"),
+        ({"hidden_act": [1]}, r"hidden_act \[1\] is not supported"),
         ({"rope_theta": float("nan")}, "'rope_theta' of the rope parameters must be above 0"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 0}},

@@ -124,7 +124,7 @@ def test_hyperclova_x_multiplies_logits() -> None:
     assert "model.layers.0.post_norm2.weight" in expected_tensors(config)
     assert parsed("HyperCLOVAXForCausalLM", **values).scales.attention == 128**-0.5
     assert parsed("HyperCLOVAXForCausalLM", **values, attention_multiplier=None).scales.attention == 128**-0.5
-    with pytest.raises(ModelConfigError, match="'attention_multiplier' must be a number, found None"):
+    with pytest.raises(ModelConfigError, match="'attention_multiplier' must be a number above 0, found None"):
         parsed("GraniteForCausalLM", **values, attention_multiplier=None)
     without = parsed("HyperCLOVAXForCausalLM", **values, use_post_norm=False)
     assert "model.layers.0.post_norm1.weight" not in expected_tensors(without)

@@ -103,6 +103,7 @@ def test_granite_4_without_recurrent_layers() -> None:
             {"hidden_act": "relu2"},
             r"hidden_act 'relu2' is not supported \(supported: silu, gelu_pytorch_tanh\)",
         ),
+        ({"residual_multiplier": 0}, "'residual_multiplier' must be a number above 0, found 0"),
         ({"mamba_conv_bias": 1}, "'mamba_conv_bias' must be true or false"),
     ],
 )
