@@ -74,7 +74,9 @@ def test_each_gap_in_a_model_folder_is_named(tmp_path: Path) -> None:
 
     assert "no config.json" in problem()
     (tmp_path / "config.json").write_text("{")
-    assert "no tokenizer.json" in problem()
+    assert "no tokenizer.json; copy the complete checkpoint" in problem()
+    (tmp_path / "tokenizer.model").write_text("")
+    assert "no tokenizer.json; transformers writes one: AutoTokenizer" in problem()
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "is not JSON" in problem()
     (tmp_path / "config.json").write_text("{}")
