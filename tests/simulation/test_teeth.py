@@ -83,7 +83,7 @@ FIRST_SEEDS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     bugs_of_drafts.draft_beyond_an_end_token: 5,
     bugs_of_the_processes.wait_for_ever_for_a_grant: 11,
 }
-"""Of bugs that are found late from 1 on: where each was found last, to spare a minute."""
+"""The seed at which a bug was found last, where the way there from 1 takes a second."""
 
 
 @pytest.mark.parametrize(("bug", "scenario"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
