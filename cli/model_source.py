@@ -10,7 +10,6 @@ s3://bucket/prefix   an object store, by boto3 with all its settings (AWS_PROFIL
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -18,24 +17,26 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from ..coordinator.settings import HUB_ID, CoordinatorSettings
+from ..coordinator.text.tiktoken_file import write_tokenizer
 from ..engine.errors import ModelConfigError
 from .config import ConfigError
 from .extras import missing_for
+from .model_cache import alone, cache_folder, replacing
 
 TEXTS = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
+    "tiktoken.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "preprocessor_config.json",
@@ -76,6 +77,20 @@ def with_folders(settings: Coordinator, *, weights: bool) -> Coordinator:
 
 def resolved(model: str, revision: str = "", *, weights: bool = True) -> Path:
     """The folder that ``model`` names, or is fetched into. Raises ConfigError with what to do."""
+    folder = _folder_of(model, revision, weights)
+    try:
+        write_tokenizer(folder)
+    except ValueError as error:
+        raise ConfigError(f"--model {model}: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"--model {model}: cannot write the tokenizer.json that is made of its tiktoken.model "
+            f"({error.strerror}); start it once where {folder} can be written to"
+        ) from error
+    return folder
+
+
+def _folder_of(model: str, revision: str, weights: bool) -> Path:
     wanted = TEXTS + WEIGHTS if weights else TEXTS
     if found := S3.fullmatch(model):
         if revision:
@@ -198,7 +213,7 @@ def _fetched(client: Any, bucket: str, address: str, objects: Mapping[str, _Obje
     named = "\n".join(f"{name} {one.etag} {one.size}" for name, one in sorted(objects.items()))
     folder = cache_folder() / hashlib.sha256(f"{address}\n{named}".encode()).hexdigest()[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with alone(folder):
         if folder.is_dir():
             return folder
         needed, free = sum(one.size for one in objects.values()), shutil.disk_usage(folder.parent).free
@@ -208,7 +223,7 @@ def _fetched(client: Any, bucket: str, address: str, objects: Mapping[str, _Obje
                 f"{free / 1e9:.1f} free; make room or set XDG_CACHE_HOME"
             )
         _log.info("fetching %s: %d files, %.1f MB", address, len(objects), needed / 1e6)
-        with _replacing(folder) as part:
+        with replacing(folder) as part:
             for name, one in objects.items():
                 client.download_file(bucket, one.key, str(part / name))
     return folder
@@ -242,10 +257,10 @@ def _from_gguf(file: Path) -> Path:
     folder = cache_folder("gguf") / (stem + hashlib.sha256(repr(stats).encode()).hexdigest()[:16])
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with alone(folder):
             if not folder.is_dir():
                 _log.info("reading the metadata of %s", file)
-                with _replacing(folder) as part:
+                with replacing(folder) as part:
                     write_folder(file, part)
                 for old in folder.parent.glob(f"{escape(stem)}*/{WEIGHTS}"):
                     if old.parent != folder and old.readlink() == file.resolve():
@@ -258,32 +273,6 @@ def _from_gguf(file: Path) -> Path:
             "room or set XDG_CACHE_HOME"
         ) from error
     return folder
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder that becomes ``folder`` once it is filled."""
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-    part.mkdir()
-    try:
-        yield part
-        os.rename(part, folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Several processes of a host that want the same model fetch it once."""
-    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def cache_folder(source: Literal["s3", "gguf"] = "s3") -> Path:
-    """Return the folder that keeps models from S3, or what stands for GGUF files."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitserve" / source
 
 
 def _first_line(error: Exception) -> str:

@@ -20,7 +20,7 @@ from .cache.kv_cache import KVCacheLayout, PoolAllocator
 from .cache.kv_cache_size import KVCacheSize, host_room, kv_cache_size
 from .cache.memory_claims import MemoryClaims
 from .device import available_bytes, free_host_bytes, select_device, select_dtype
-from .engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, gpu_room_of, wish_of
+from .engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, check_formats, gpu_room_of, wish_of
 from .errors import ModelConfigError, OutOfMemoryError
 from .model.block_spread import step_bytes
 from .model.config import ModelConfig
@@ -172,6 +172,7 @@ def _expected_worker(folder: Path, ranks: int) -> ExpectedWorker:
     settings = WorkerSettings(model=folder, insecure=True, memory_shared_by=2, tensor_parallel_size=ranks)
     engine = EngineConfig(settings)
     config, device = ModelConfig.from_folder(folder), select_device(settings.device)
+    check_formats(settings, config, device)
     check_split(config, ranks, settings.exact)
     config = split_experts(config, ranks)
     with Checkpoint(folder) as checkpoint:

@@ -173,8 +173,7 @@ class LoadedModel:
             layout, group = KVCacheLayout.of(self.config, block_size, cache_dtype), self.kernels.key_group
             if group > 1 and (layout.planes, block_size % group) == (2, 0):
                 self.kv_name += f", keys by {group}"
-            self.kv_name += " mtp" * settings.mtp
-            self.kv_name += ", spread states" * self.config.spreads_states
+            self.kv_name += " mtp" * settings.mtp + ", spread states" * self.config.spreads_states
             # no table of angles for more
             longest = available_bytes(self.device) * self._num_shares // layout.block_bytes * block_size
             weights = weight_bytes(self.config, self.dtype.itemsize, settings.quantization) if on_cpu else 0

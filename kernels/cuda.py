@@ -33,8 +33,8 @@ from .gpu.short_conv import short_conv
 from .interface import AttentionInputs, LayerParts, Linear, joined
 from .mixture_weights import ExpertWeights, MixtureWeights
 from .quantised import QuantisedWeight, Scheme, Weight, joined_weight, parts_of, quantise
-from .reference import SplitLinear, TorchLinear
 from .sparse_index import index_slots
+from .torch_linear import SplitLinear, TorchLinear
 
 Plans = tuple[DecodePlan | None, PrefillPlan | None]
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .delta_net import DeltaNetShape, DeltaNetWeights
+from .low_rank import LowRank
 from .mixture_shape import Activation
 from .mixture_weights import Mixture, MixtureWeights
 from .quantised import Weight, parts_of
@@ -115,21 +116,6 @@ class RoundingLinear(Linear):
     @abstractmethod
     def of_gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Of ``Kernels.gate_mul``."""
-
-
-class LowRank(Protocol):
-    """The updates B A of one ``Linear`` by several adapters, each in a slot of its own."""
-
-    def put(self, slot: int, a: Tensor, b: Tensor) -> None:
-        """a [rank, in_features], b [out_features, rank], on the host or the device, of any float type; a rank
-        up to ``max_rank``. No step that runs meanwhile uses the slot."""
-
-    def clear(self, slot: int) -> None:
-        """The slot adds nothing any more."""
-
-    def add(self, out: Tensor, x: Tensor, slots: Tensor) -> None:
-        """out += B A x in place, by row: out [num_tokens, out_features], x [num_tokens, in_features], slots
-        int32 [num_tokens], negative: nothing is added. A row's bits do not depend on the others."""
 
 
 def joined(weight: Weight | Sequence[Weight]) -> Tensor:

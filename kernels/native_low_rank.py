@@ -14,7 +14,7 @@ from .native_linear import check_rows
 
 
 class NativeLowRank:
-    """See ``interface.LowRank``. ``address``: of the table of slots."""
+    """See ``low_rank.LowRank``. ``address``: of the table of slots."""
 
     def __init__(
         self, in_features: int, out_features: int, num_slots: int, dtype: torch.dtype, panel: int,

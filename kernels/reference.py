@@ -13,45 +13,17 @@ from torch import Tensor
 
 from .delta_net import delta_net
 from .gumbel_noise import gumbel_noise
-from .interface import INT8_SCALE_BYTES, AttentionInputs, LayerParts, Linear, RopeInputs, joined
+from .interface import INT8_SCALE_BYTES, AttentionInputs, LayerParts, Linear, RopeInputs
 from .low_rank import TorchLowRank
 from .mixture_shape import Activation, MixtureShape
 from .mixture_weights import MixtureWeights
-from .quantised import QuantisedWeight, Weight, parts_of, rounded_rows
+from .quantised import Weight
 from .short_conv import short_conv
 from .sparse_index import index_slots
+from .torch_linear import TorchLinear, linear
 
 E4M3_LARGEST = 448.0
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of gpt-oss's gate
-
-
-class TorchLinear:
-    """y = x W^T + bias, in the weight's dtype. ``rounds_x``: see ``QuantisedWeight``."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, rounds_x: bool = False) -> None:
-        self._weight = weight  # [out_features, in_features]
-        self._bias = None if bias is None else bias.to(weight.dtype)
-        self._rounds_x = rounds_x
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = rounded_rows(x) if self._rounds_x else x
-        return F.linear(wide.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
-
-
-def linear(weight: Weight | Sequence[Weight], bias: Tensor | None) -> TorchLinear:
-    rounds_x = any(isinstance(part, QuantisedWeight) and part.rounds_x for part in parts_of(weight))
-    return TorchLinear(joined(weight), bias, rounds_x)
-
-
-class SplitLinear:
-    """Linears of one input, their outputs side by side: some quantised, others not."""
-
-    def __init__(self, parts: Sequence[Linear], bias: Tensor | None) -> None:
-        self._parts, self._bias = parts, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = torch.cat([part(x) for part in self._parts], 1)
-        return y if self._bias is None else y.add_(self._bias)
 
 
 class TorchMixture:

@@ -37,7 +37,8 @@ def index_slots(
 
 def largest(scores: Tensor, count: int) -> Tensor:
     """The places of each row's ``count`` largest numbers, ascending; of equal ones the first. int64 [n,
-    count]."""
+    count]. NaN is as infinity: a sequence that has some fails no other."""
+    scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
     least = scores.topk(count).values[:, -1:]
     above, equal = scores > least, scores == least
     left = count - above.sum(-1, keepdim=True)

@@ -30,7 +30,7 @@ from ...kernels.gpu.quantised_linear import QuantisedLinear
 from ...kernels.gpu.rope_store import rope_and_store
 from ...kernels.gpu.sampling import SamplingRows, sample
 from ...kernels.interface import AttentionInputs, Linear, RopeInputs
-from ...kernels.reference import TorchLinear
+from ...kernels.torch_linear import TorchLinear
 from .gpu_timing import Call, Ceilings, Figure, bytes_figure, flops_figure, microseconds
 from .kernel_inputs import QUANTISED, quantised_weight
 

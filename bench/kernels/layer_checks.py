@@ -19,7 +19,8 @@ from ...kernels.gpu.kv_blocks import block_checksums, pack_blocks, unpack_blocks
 from ...kernels.gpu.norm import add_rms_norm
 from ...kernels.gpu.quantised_linear import QuantisedLinear
 from ...kernels.gpu.rope_store import rope_and_store
-from ...kernels.interface import LowRank, RopeInputs
+from ...kernels.interface import RopeInputs
+from ...kernels.low_rank import LowRank
 from ...kernels.mixture_shape import MixtureShape
 from ...kernels.reference import TorchKernels
 from ...transport.messages.messages import SamplingParams

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ...engine.model.config import parse_config
-from ...kernels.interface import Linear, LowRank
+from ...kernels.interface import Linear
+from ...kernels.low_rank import LowRank
 from ...kernels.select import select_kernels
 from ..environment import environment, option_parser, write_record
 from .cpu_products import config_of

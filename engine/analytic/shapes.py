@@ -109,7 +109,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         embedding=0 if tied else table,
         pair_flops=pair_flops,
         token_kv=token_kv,
-        kv_heads=kv_heads,
+        kv_heads=kv_heads if index is None else 1,  # every rank has all blocks, to choose among them
         attended=attended,
         max_model_len=config.get("max_position_embeddings", 4096),
         expert_bits=bits,
@@ -117,7 +117,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         index_flops=0 if index is None else 2 * index.num_heads * index.head_dim,
         index_kv=0 if index is None else index.head_dim,
         indexed=indexed,
-        exchanges=2 if config.get("kv_lora_rank") else 0,  # queries, and what they found on each rank
+        exchanges=2 if config.get("kv_lora_rank") and index is None else 0,  # queries and sums
     )
 
 

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.interface import Kernels, Linear, LowRank
+from ...kernels.interface import Kernels, Linear
+from ...kernels.low_rank import LowRank
 from ..errors import AdapterError
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]

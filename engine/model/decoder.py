@@ -30,7 +30,7 @@ from .adapters import StepSlots
 from .block_spread import BlockSpread
 from .config import ModelConfig
 from .decoder_layer import DecoderLayer
-from .gguf_blocks import QuantisedTable
+from .embedding import Embedding
 from .latent_chunks import FEWEST_TOKENS, ExpandedQueries, latent_chunks
 from .layers import LayerLoader
 from .prediction_layer import PredictionLayer, check_layer
@@ -52,7 +52,7 @@ class DecoderModel:
         self._config, self.rank = of_rank(config, load.rank), load.rank
         self._kernels = load.kernels
         self._slots = load.adapters.step if load.adapters is not None else StepSlots()
-        self._embed_table, self._dtype = load.vocabulary_table(config.tensors.embed), load.dtype
+        self.embed = Embedding(config, load)
         self._tables = {
             rope: cos_sin_table(rope, head_dim, max_model_len).to(load.device)
             for rope, head_dim in {
@@ -96,7 +96,7 @@ class DecoderModel:
         self._norm = load.norm(config.tensors.norm, float(config.unit_norms))
         embed, head = config.tensors.embed, config.tensors.head
         if config.tie_word_embeddings and not load.differ(embed, head):
-            self._head = load.vocabulary_head(embed, self._embed_table)
+            self._head = load.vocabulary_head(embed, self.embed.table)
         else:
             self._head = load.vocabulary_head(head)
         self.prediction: PredictionLayer | None = None  # packed last: files of packed weights fit without it
@@ -105,14 +105,6 @@ class DecoderModel:
             assert isinstance(behind, DecoderLayer), "no family with recurrent layers has names for it"
             self.prediction = PredictionLayer(config, load, behind, self._slots)
         self._kv_scales = load.kv_scales(config) if fp8_cache else None
-        embedding = config.scales.embedding / config.scales.residual
-        if config.scales.rounds_embedding:
-            embedding = torch.tensor(embedding, dtype=load.dtype).item()
-        self._embedding_scale = embedding
-        self._embedding_means = None
-        if config.layer_norms:
-            assert isinstance(self._embed_table, Tensor), "no family of GGUF's has LayerNorm"
-            self._embedding_means = row_means(self._embed_table)
 
     def forward(
         self,
@@ -163,18 +155,6 @@ class DecoderModel:
     def num_layers(self) -> int:
         """Number of layers of the KV cache, without that of ``prediction``."""
         return len(self._layers)
-
-    def embed(self, token_ids: Tensor, table: Tensor | QuantisedTable | None = None) -> Tensor:
-        """The residual [T, E] before the first layer, divided by ``Scales.residual``: see
-        ``ModelConfig.residual_eps``. ``table``: None: the model's own."""
-        table = self._embed_table if table is None else table
-        if isinstance(table, Tensor):
-            residual = self._kernels.embedding(table, token_ids, self._dtype)
-        else:
-            residual = table.rows(token_ids).to(self._dtype)
-        if self._embedding_means is not None:
-            residual -= self._embedding_means[token_ids]
-        return residual if self._embedding_scale == 1.0 else residual.mul_(self._embedding_scale)
 
     def inputs(self, metadata: AttentionMetadata) -> StepInputs:
         c, m, scales = self._config, metadata, self._kv_scales
@@ -305,8 +285,3 @@ class DecoderModel:
         if softcap:
             return logits.mul_(factor / softcap).tanh_().mul_(softcap)
         return logits if factor == 1.0 else logits.mul_(factor)
-
-
-def row_means(table: Tensor) -> Tensor:
-    """float32 [rows, 1]; some rows at a time, to never hold the whole in float32."""
-    return torch.cat([rows.float().mean(1, keepdim=True) for rows in torch.split(table, 4096)])

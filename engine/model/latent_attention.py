@@ -139,15 +139,8 @@ class LatentAttention:
         for i, head in enumerate(heads):
             keys[:, i, :, : c.plain] = self._expanded_keys[head](latent).view(*shape, -1)
             pool[:, 0, 1, i, :, : c.value] = self._values[head](latent).view(*shape, -1)
-        pool[:, 0, 0] = self._in_groups(keys)
+        pool[:, 0, 0] = in_groups(keys, self._kernels.key_group)
         return pool
-
-    def _in_groups(self, keys: Tensor) -> Tensor:
-        """[..., block_size, E], as the kernels' pools hold keys."""
-        shape, group, word = keys.shape, self._kernels.key_group, 4 // keys.itemsize
-        if shape[-2] % group:
-            return keys
-        return keys.view(*shape[:-2], -1, group, shape[-1] // word, word).transpose(-3, -2).reshape(shape)
 
     def _vectors(
         self, pool: Tensor, index: int, blocks: Tensor, scales: Tensor | None, dtype: torch.dtype
@@ -226,3 +219,11 @@ class LatentAttention:
         first, half = self._config.rotated // 2, self._config.cached // 2
         latent = torch.cat((x[..., first:half], x[..., half + first :]), dim=-1)
         return latent, torch.cat((x[..., :first], x[..., half : half + first]), dim=-1)
+
+
+def in_groups(keys: Tensor, group: int) -> Tensor:
+    """[..., block_size, E], as the pools of kernels with this ``key_group`` hold keys."""
+    shape, word = keys.shape, 4 // keys.itemsize
+    if shape[-2] % group:
+        return keys
+    return keys.view(*shape[:-2], -1, group, shape[-1] // word, word).transpose(-3, -2).reshape(shape)

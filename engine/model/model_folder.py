@@ -67,7 +67,12 @@ def check_model_folder(path: Path, weights: Literal["needed", "if there"] = "nee
             )
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).exists():
-            raise ModelConfigError(f"{path} has no {name}; copy the complete checkpoint into it")
+            advice = "copy the complete checkpoint into it"
+            if name == "tokenizer.json" and (path / "tokenizer.model").exists():
+                advice = (
+                    "transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                )
+            raise ModelConfigError(f"{path} has no {name}; {advice}")
     config = ModelConfig.from_folder(path)
     if weights == "needed" or _has_weights(path):
         shapes = {name: tensor.shape for name, tensor in stored_tensors(path).items()}

@@ -71,8 +71,13 @@ def index_config(config: dict[str, Any]) -> IndexConfig | None:
 def _kinds(config: dict[str, Any], num_layers: int) -> list[str]:
     """Return each layer's, from a pattern, or one full layer in each ``index_topk_freq``."""
     given = config.get("indexer_types") or config.get("index_topk_pattern")
-    if given:
+    if isinstance(given, str | list):
         return list(given)
     every = positive_int(config, "index_topk_freq", 1)
-    offset = int(config.get("index_skip_topk_offset", 2))
+    offset = config.get("index_skip_topk_offset", 2)
+    if given or type(offset) is not int:
+        raise ModelConfigError(
+            "config.json: indexer_types (or index_topk_pattern) must be a list or a word, and "
+            f"index_skip_topk_offset a whole number, found {given!r:.100} and {offset!r:.100}"
+        )
     return [FULL if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(num_layers)]

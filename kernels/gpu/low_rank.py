@@ -24,7 +24,7 @@ FEW_ROWS = 256  # up to these each row that may lead has a program; of more, eac
 
 
 class GpuLowRank:
-    """See ``interface.LowRank``."""
+    """See ``low_rank.LowRank``."""
 
     def __init__(
         self, in_features: int, out_features: int, max_rank: int, num_slots: int, dtype: torch.dtype,

@@ -36,8 +36,8 @@ COLUMNS = 1024  # of one program of the sum
 
 
 class GpuMixture:
-    """See ``interface.Mixture``. ``router`` and ``shared`` are linears as the kernels make them: the latter
-    the gate above up, and down, of the expert of all tokens."""
+    """See ``mixture_weights.Mixture``. ``router`` and ``shared`` are linears as the kernels make them: the
+    latter the gate above up, and down, of the expert of all tokens."""
 
     def __init__(self, weights: MixtureWeights, router: Linear, shared: tuple[Linear, Linear] | None) -> None:
         self._shape, shape = weights.shape, weights.shape

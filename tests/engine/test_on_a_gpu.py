@@ -40,7 +40,8 @@ from splitserve.kernels.gpu.exact_linear import product_tile
 from splitserve.kernels.gpu.quantised_linear import quantised_tile
 from splitserve.kernels.interface import RoundingLinear
 from splitserve.kernels.quantised import Scheme
-from splitserve.kernels.reference import TorchKernels, TorchLinear
+from splitserve.kernels.reference import TorchKernels
+from splitserve.kernels.torch_linear import TorchLinear
 from splitserve.transport.live_environment import LiveDevice
 from splitserve.transport.movers.checksum import checksums
 from splitserve.transport.movers.opening import gpu_of

@@ -99,7 +99,7 @@ def test_rows_of_a_step_see_the_drafts_before_them(
         found.append([entry for output in outputs for _, entry in sorted(output.logprobs.items())])
     for one, other in zip(*found, strict=True):
         assert one.top_ids == other.top_ids
-        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-5)
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
 
 
 def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(

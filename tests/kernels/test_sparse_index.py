@@ -64,6 +64,8 @@ def test_the_same_tokens_are_chosen(
 def test_of_equal_scores_the_first_are_chosen() -> None:
     scores = torch.tensor([[1.0, 2.0, 1.0, 1.0, 3.0, 1.0], [0.0, -0.0, 0.0, 0.0, -1.0, 0.0]])
     assert largest(scores, 4).tolist() == [[0, 1, 2, 4], [0, 1, 2, 3]]
+    scores[0] = torch.nan
+    assert largest(scores, 4).tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 @DTYPES

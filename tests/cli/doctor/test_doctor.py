@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.engines import engine_config
+from support.models import make_checkpoint
 
 from splitserve.cli.checks import model_problem
 from splitserve.cli.doctor.doctor import main
@@ -19,6 +20,7 @@ from splitserve.cli.settings import DEMO_MODEL, DoctorSettings
 from splitserve.coordinator.run_folder import Door, RunFolder, announce
 from splitserve.engine import device, load_model, loaded_model
 from splitserve.engine.cache import memory_claims
+from splitserve.engine.errors import ModelConfigError
 from splitserve.engine.load_model import expected_worker
 from splitserve.engine.step.model_runner import ModelRunner
 
@@ -74,7 +76,9 @@ def test_each_gap_in_a_model_folder_is_named(tmp_path: Path) -> None:
 
     assert "no config.json" in problem()
     (tmp_path / "config.json").write_text("{")
-    assert "no tokenizer.json" in problem()
+    assert "no tokenizer.json; copy the complete checkpoint" in problem()
+    (tmp_path / "tokenizer.model").write_text("")
+    assert "no tokenizer.json; transformers writes one: AutoTokenizer" in problem()
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "is not JSON" in problem()
     (tmp_path / "config.json").write_text("{}")
@@ -154,6 +158,15 @@ def test_a_model_that_one_gpu_does_not_hold_is_split_among_several(
         worker = expected_worker(DEMO_MODEL)
         left = int(0.9 * (8 << 30)) - (gib << 30) // ranks - (1 << 30)  # on each, less a small step
         assert (worker.ranks, worker.kv_cache) == (ranks, pytest.approx(min(ranks, 2) * left, rel=0.05))
+
+
+def test_a_model_without_kernels_on_this_device_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "glm_moe_dsa")
+    monkeypatch.setattr(load_model, "select_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ModelConfigError, match="kernels on CPUs only, and the device is cuda"):
+        expected_worker(tmp_path)
 
 
 def test_a_truncated_weight_file_is_found(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def test_layers_share_what_one_of_them_chooses() -> None:
     ("fields", "found"),
     [
         ({"index_topk_pattern": "SFFFFF"}, "the first one full"),
+        ({"index_topk_pattern": 7}, "must be a list or a word"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": math.inf}, "a whole number, found None and inf"),
         ({"indexer_types": ["full"] * 5}, "must name 6 layers"),
         ({"indexer_types": ["full"] * 5 + ["half"]}, "full or shared"),
         ({"index_head_dim": 12}, "multiple of 8"),
