@@ -97,7 +97,7 @@ def test_a_vocabulary_that_serves_twice_is_there_once(
     with on_played_gpu(monkeypatch):
         runner = load(tmp_path).runner
         assert isinstance(runner, ModelRunner)
-        table, head = runner._model._embed_table, runner._model._head
+        table, head = runner._model.embed.table, runner._model._head
         assert isinstance(table, OnGpu)
         assert isinstance(head, TorchLinear)
         assert head._weight.data_ptr() == table.data_ptr()

@@ -90,7 +90,8 @@ def decoders() -> list[Decoder]:
     text = f"splitserve-cluster-key 1\npublic {key.public.decode()}\nsecret {key.secret.decode()}\n"
     shared = _shared_pool()
     cuda_addresses = [
-        CudaIpcTarget(_on_gpus(count), lambda _: _AnyCuda()).address(("p0", 1)) for count in (1, 2)
+        CudaIpcTarget(pool, lambda _: _AnyCuda()).address(("p0", 1))
+        for pool in (_on_gpus(1), _on_gpus(2), _on_gpus(2, spread=True))
     ]
     messages = [encode(example) for example in EXAMPLES]
     return [
@@ -146,10 +147,12 @@ class _AnyCuda:
     def end_stream(self, stream: object) -> None: ...
 
 
-def _on_gpus(count: int) -> Any:
-    """A pool of ``count`` heads, one on each GPU."""
-    shards = [(0, torch.device("cpu"), range(i, i + 1)) for i in range(count)]
-    return SimpleNamespace(shape=POOL.shape, rows=(1, count), shards=shards)
+def _on_gpus(count: int, spread: bool = False) -> Any:
+    """A pool of ``count`` heads, one on each GPU; or of one, with some blocks on each."""
+    heads = [range(1)] * count if spread else [range(i, i + 1) for i in range(count)]
+    shards = [(0, torch.device("cpu"), own) for own in heads]
+    of_block = {"rows": (1, 1), "spread": count} if spread else {"rows": (1, count), "spread": 1}
+    return SimpleNamespace(shape=POOL.shape, shards=shards, **of_block)
 
 
 def _map_cuda(address: bytes) -> bool:

@@ -90,7 +90,7 @@ class FakeCuda:
 def pool_at(pointer: int) -> Any:
     """A pool on one GPU."""
     shard = (pointer, torch.device("cpu"), range(1))
-    return SimpleNamespace(shape=POOL_SHAPE, rows=(1, 1), shards=[shard])
+    return SimpleNamespace(shape=POOL_SHAPE, rows=(1, 1), spread=1, shards=[shard])
 
 
 class Pair:
