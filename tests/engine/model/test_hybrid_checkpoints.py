@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from splitserve.kernels.quantised import Scheme, quantise
 from splitserve.kernels.state_shape import StatePlace
 
 PROMPT = random_tokens(45, seed=3)
+Tried: TypeAlias = Callable[[str, str, str], None]
 
 
 def parsed(architecture: str, **values: Any) -> ModelConfig:
@@ -62,7 +64,8 @@ def test_a_checkpoint_as_published(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
-def test_quantised_at_load(scheme: Scheme, tmp_path: Path) -> None:
+def test_quantised_at_load(scheme: Scheme, tmp_path: Path, tried: Tried) -> None:
+    tried("qwen3_next", "at load", scheme)
     reference = make_checkpoint(tmp_path, "qwen3_next")
     for name, module in reference.named_modules():
         if name.endswith(".experts"):
@@ -76,8 +79,9 @@ def test_quantised_at_load(scheme: Scheme, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
-def test_float8_in_blocks(family: str, tmp_path: Path) -> None:
+def test_float8_in_blocks(family: str, tmp_path: Path, tried: Tried) -> None:
     """Each expert has matrices of its own, and the rows of b and a are not quantised, as published."""
+    tried(family, "checkpoint", "FP8 in blocks")
     settings = {
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": SIDES,
         "modules_to_not_convert": LEFT_OUT,

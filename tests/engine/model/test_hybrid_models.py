@@ -3,6 +3,7 @@ the cache and wherever its blocks hold states."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -32,6 +33,7 @@ from splitserve.engine.step.model_runner import ModelRunner
 
 PROMPT_LEN = 75
 Pair: TypeAlias = tuple[PreTrainedModel, ModelRunner]
+Tried: TypeAlias = Callable[[str, str, str], None]
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRID))
@@ -45,16 +47,17 @@ def is_greedy(reference: PreTrainedModel, prompt: list[int], answer: list[int]) 
     return answer == greedy_tokens(reference, prompt, answer, NUM_TOKENS)
 
 
-def test_float32_logits_agree(pair: Pair) -> None:
+def test_float32_logits_agree(pair: Pair, tried: Tried, request: pytest.FixtureRequest) -> None:
     prompt = random_tokens(PROMPT_LEN, seed=3)
     expected = reference_logits(pair[0], prompt)
     error = (whole_logits(pair[1], prompt) - expected).abs().max() / expected.abs().max()
     assert error < 1e-4
+    tried(request.node.callspec.params["pair"], "wide", "float32")
 
 
 @pytest.mark.parametrize("family", sorted(HYBRID))
 def test_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(
-    family: str, tmp_path: Path
+    family: str, tmp_path: Path, tried: Tried
 ) -> None:
     """By the quarter of tokens that differ least: see test_transformers_parity.py."""
     prompts = [random_tokens(PROMPT_LEN, seed) for seed in (3, 4)]
@@ -69,6 +72,7 @@ def test_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(
         for of in (partial(whole_logits, runner), partial(reference_logits, rounded))
     )
     assert own.quantile(0.25) < 1.5 * theirs.quantile(0.25)
+    tried(family, "wide", "bfloat16")
 
 
 def test_greedy_tokens_agree_however_the_prompt_was_chunked(pair: Pair) -> None:
